@@ -1,0 +1,22 @@
+"""Packaging: every fact comes from settings.ini, which nbdev reads too."""
+from configparser import ConfigParser
+from pathlib import Path
+
+import setuptools
+
+HERE = Path(__file__).parent
+config = ConfigParser(delimiters=['='])
+config.read(HERE/'settings.ini', encoding='utf-8')
+settings = config['DEFAULT']
+library = settings['lib_path']
+
+setuptools.setup(
+    name=settings['lib_name'], version=settings['version'], description=settings['description'],
+    author=settings['author'], author_email=settings['author_email'], keywords=settings['keywords'].split(),
+    url=settings['git_url'], license='MIT', python_requires='>='+settings['min_python'],
+    long_description=(HERE/'README.md').read_text(encoding='utf-8'), long_description_content_type='text/markdown',
+    packages=[library], package_data={library: ['assets/*', 'py.typed']},
+    install_requires=settings['requirements'].split(),
+    extras_require={extra: settings[f'{extra}_requirements'].split() for extra in ('notebook', 'hub', 'dev')},
+    entry_points={'console_scripts': [settings['console_scripts']], 'nbdev': [f'{library}={library}._modidx:d']},
+    zip_safe=False)
