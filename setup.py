@@ -18,5 +18,5 @@ setuptools.setup(
     packages=[library], package_data={library: ['assets/*', 'py.typed']},
     install_requires=settings['requirements'].split(),
     extras_require={extra: settings[f'{extra}_requirements'].split() for extra in ('notebook', 'hub', 'dev')},
-    entry_points={'console_scripts': [settings['console_scripts']], 'nbdev': [f'{library}={library}._modidx:d']},
+    entry_points={'console_scripts': [settings['console_scripts']]},
     zip_safe=False)

@@ -1,0 +1,69 @@
+# `make train` and `make test` are the two commands of the README. Each makes .venv, installs what it needs, and runs.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.ONESHELL:
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+ARGS ?=
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
+TORCH := $(shell grep '^torch==' constraints.txt)
+PACKAGING := settings.ini setup.py constraints.txt
+export PYTHON
+
+.PHONY: help train test lab dev export notebooks readme
+help: ## this list
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1\t\2/p' Makefile | expand -t 18
+
+train: .venv/.runtime ## train with the shipped model and positions: make train ARGS="--steps 20 --seed 1"
+	@$(BIN)/rookworld train $(ARGS)
+
+test: .venv/.dev ## every test: all notebooks, then tests/ (extra arguments for pytest: ARGS="-k cli")
+	@bash .ci/debian stockfish:stockfish:"tests that ask the engine" \
+	    chromium:"chromium fonts-dejavu-core":"tests in a real browser" || true
+	OMP_NUM_THREADS=1 timeout 900 $(BIN)/nbdev_test --n_workers 2 --timing
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(ARGS)
+
+lab: .venv/.dev ## open JupyterLab on the notebooks
+	@cd nbs && ../$(BIN)/jupyter lab $(ARGS)
+
+dev: .venv/.dev ## install what contributors need
+
+export: .venv/.dev ## write rookworld_nb/ from the notebooks
+	@rm -f rookworld_nb/*.py
+	$(BIN)/nbdev_export
+
+notebooks: .venv/.dev ## execute every notebook, store its outputs, clean it
+	@for notebook in nbs/[0-9]*.ipynb nbs/index.ipynb; do
+	  echo "$$notebook"
+	  $(BIN)/jupyter nbconvert --log-level=ERROR --to notebook --execute --inplace \
+	    --ExecutePreprocessor.store_widget_state=False --ExecutePreprocessor.timeout=900 "$$notebook"
+	done
+	$(BIN)/nbdev_clean
+
+readme: .venv/.dev ## write README.md from nbs/index.ipynb
+	@$(BIN)/python .ci/readme
+
+# The environment. Stamp files keep repeated calls quick; a change of the packaging files installs again.
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "rookworld_nb needs Python 3.11 or newer, and $(PYTHON) is " \
+	  + sys.version.split()[0] + ": name another with make PYTHON=python3.12")'
+	bash .ci/debian python3-venv:python3-venv:"everything, for $(PYTHON) cannot make virtual environments"
+	$(PYTHON) -m venv --clear .venv
+
+# torch comes first and pinned, so that pip takes the build that is at hand and never looks for another
+define install
+@echo "Installing rookworld_nb$(1) into .venv (once; torch is the large part)"
+$(PIP) install -c constraints.txt $(TORCH)
+$(PIP) install -c constraints.txt -e '.$(1)'
+touch $@
+endef
+
+.venv/.runtime: $(PACKAGING) | $(BIN)/python
+	$(call install,)
+
+.venv/.dev: $(PACKAGING) | $(BIN)/python
+	$(call install,[dev])
+	touch .venv/.runtime
