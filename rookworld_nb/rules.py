@@ -8,7 +8,6 @@ __all__ = ['logger', 'MATE_REWARD', 'DRAW_REWARD', 'ILLEGAL_REWARD', 'ORDINARY_R
            'Candidate', 'find_stockfish', 'AnalysisCache', 'Stockfish', 'StockfishPool']
 
 # %% ../nbs/03_rules.ipynb #976a2a6a
-import asyncio
 import functools
 import json
 import logging
@@ -17,14 +16,15 @@ import os
 import queue
 import shutil
 import sqlite3
+import subprocess
 import threading
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import chess
-import chess.engine
 
 # %% ../nbs/03_rules.ipynb #62d4e615
 logger = logging.getLogger(__name__)
@@ -41,7 +41,8 @@ class EngineError(ValueError):
 # %% ../nbs/03_rules.ipynb #12e9479a
 _HARMLESS = chess.STATUS_BAD_CASTLING_RIGHTS | chess.STATUS_INVALID_EP_SQUARE  # python-chess ignores such claims
 
-def _board(fen:str)->chess.Board:
+@functools.lru_cache(maxsize=4096)
+def _board(fen:str)->chess.Board:   # shared: copy before pushing
     try: board = chess.Board(fen)
     except (ValueError, AttributeError, TypeError) as error: raise InvalidFen(f"not a FEN: {fen!r} ({error})") from None
     if problems := board.status() & ~_HARMLESS: raise InvalidFen(f"impossible position: {fen!r} ({problems!r})")
@@ -79,10 +80,10 @@ def env_step(
 )->EnvStep:                     # next position, reward, flags
     "Play one move by the rules of chess."
     if uci not in legal_moves(fen): return EnvStep(fen, ILLEGAL_REWARD, False, True)
-    board = _board(fen)
+    board = _board(fen).copy(stack=False)
     board.push(chess.Move.from_uci(uci))
-    if board.is_checkmate(): reward = MATE_REWARD
-    elif board.is_stalemate() or board.is_insufficient_material() or board.is_seventyfive_moves(): reward = DRAW_REWARD
+    if not any(board.generate_legal_moves()): reward = MATE_REWARD if board.is_check() else DRAW_REWARD
+    elif board.is_insufficient_material() or board.halfmove_clock >= 150: reward = DRAW_REWARD
     else: reward = ORDINARY_REWARD
     return EnvStep(board.fen(), reward, reward != ORDINARY_REWARD, False)
 
@@ -103,11 +104,15 @@ class Candidate(NamedTuple):
 
 MATE_SCORE = 100_000
 
-def _pawns(
-    score:chess.engine.Score, # relative to the side to move
-)->float:                     # pawns, two decimals
-    "An engine's score as one number."
-    return score.score(mate_score=MATE_SCORE) / 100
+def _read_info(
+    line:str,    # an "info ... multipv k score cp|mate x ... pv move ..." line
+)->Candidate:    # the line's first move and its score
+    "One line of UCI output; mate in n counts as (100000 - n) centipawns, mated in n as its negative."
+    words = line.split()
+    kind, value = words[words.index('score') + 1:][:2]
+    centipawns = int(value)
+    if kind == 'mate': centipawns = MATE_SCORE - centipawns if centipawns > 0 else -MATE_SCORE - centipawns
+    return Candidate(words[words.index('pv') + 1], centipawns / 100)
 
 # %% ../nbs/03_rules.ipynb #4d277b58
 ENGINE_HINT = "install it (Debian: apt install stockfish, macOS: brew install stockfish) or give --stockfish-path"
@@ -164,34 +169,80 @@ class AnalysisCache:
             self._db = self._pid = None
 
 # %% ../nbs/03_rules.ipynb #787f8caf
-class _EngineProcess:
-    "One running engine, on an event loop of its own, every call bounded in time."
+class _EngineFailure(Exception):
+    "The engine hung, died, or answered nonsense."
 
-    def __init__(self, path:str, options:dict[str, Any], timeout:float):
-        self.timeout, self.transport = timeout, None
-        self.loop = asyncio.new_event_loop()
-        self.thread = threading.Thread(target=self.loop.run_forever, name='engine', daemon=True)
-        self.thread.start()
+class _EngineProcess:
+    "One running UCI engine; every exchange ends within `timeout`, because a watchdog kills the process."
+
+    def __init__(self, path:str, options:dict[str, int], timeout:float):
+        self.timeout, self.owner, self.name = timeout, os.getpid(), path
+        self._popen = subprocess.Popen([path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+                                       encoding='utf-8', errors='replace')
         try:
-            self.transport, self.protocol = self.call(chess.engine.popen_uci(path))
-            self.call(self.protocol.configure(options))
+            for line in self.ask(['uci'], 'uciok'):
+                if line.startswith('id name '): self.name = line.removeprefix('id name ').strip()
+            list(self.ask([f'setoption name {k} value {v}' for k, v in options.items()] + ['isready'], 'readyok'))
         except BaseException:
             self.kill()
             raise
 
-    def call(self, work:Coroutine)->Any:
-        return asyncio.run_coroutine_threadsafe(asyncio.wait_for(work, self.timeout), self.loop).result()
+    @contextmanager
+    def _watchdog(self)->Iterator[None]:
+        timer = threading.Timer(self.timeout, self._popen.kill)
+        timer.daemon = True
+        timer.start()
+        try: yield
+        finally: timer.cancel()
+
+    def ask(self, commands:Sequence[str], last_word:str)->Iterator[str]:
+        with self._watchdog():
+            self._popen.stdin.write('\n'.join(commands) + '\n')
+            self._popen.stdin.flush()
+            while not (line := self._popen.stdout.readline(1 << 16)).startswith(last_word):
+                if not line: raise _EngineFailure(f"died or gave no {last_word!r} within {self.timeout} s")
+                yield line
 
     def kill(self)->None:
-        async def end():
-            if self.transport is not None: self.transport.close()   # kills the process if it still runs
-            await asyncio.sleep(0)
-            self.loop.stop()
-        asyncio.run_coroutine_threadsafe(end(), self.loop)
-        self.thread.join()
-        self.loop.close()
+        self._popen.kill()
+        self._popen.wait()
+        for pipe in (self._popen.stdin, self._popen.stdout):
+            with suppress(OSError): pipe.close()   # a dead reader's unsent commands
 
 # %% ../nbs/03_rules.ipynb #bd1349c2
+_T = TypeVar('_T')
+
+class _KeptEngine:
+    "An engine that is started when first needed and replaced when it fails; one exchange at a time."
+
+    def __init__(self, path:str, options:dict[str, int], timeout:float):
+        self.path, self.options, self.timeout, self.restarts = path, options, timeout, 0
+        self._process, self._lock = None, threading.RLock()
+
+    def exchange(self, about:str, talk:Callable[[_EngineProcess], _T])->_T:
+        with self._lock:
+            for attempt in (1, 2):
+                try: return talk(self._running())
+                except (_EngineFailure, OSError, ValueError, IndexError) as error:
+                    logger.warning("%s failed on %s, attempt %d: %s", self.path, about, attempt, error)
+                    failure, self.restarts = error, self.restarts + 1
+                    self.close()
+                except BaseException:   # an interrupted search must not answer the next question
+                    self.close()
+                    raise
+        raise EngineError(f"{self.path} failed twice on {about!r}: {failure}")
+
+    def _running(self)->_EngineProcess:
+        if self._process is None or self._process.owner != os.getpid():   # a forked child starts its own
+            self._process = _EngineProcess(self.path, self.options, self.timeout)
+        return self._process
+
+    def close(self)->None:
+        with self._lock:
+            process, self._process = self._process, None
+            if process is not None and process.owner == os.getpid(): process.kill()
+
+# %% ../nbs/03_rules.ipynb #f42ef3cd
 class Stockfish:
     "An engine as ground truth: node limits, one thread, reproducible answers, restarted when it hangs or dies."
 
@@ -199,72 +250,59 @@ class Stockfish:
         path:str|Path|None=None,                    # executable; None: find_stockfish
         nodes:int=1000,                             # search limit per position, nodes
         multipv:int=5,                              # moves wanted per position
-        hash_mb:int=16,                             # hash table, MB
+        hash_mb:int=1,                              # hash table, MB; 1 is plenty for 1000 nodes, and quickly cleared
         timeout:float=10.,                          # longest time for one answer, seconds
         cache:AnalysisCache|str|Path|None=None,     # answers on disk; a path opens one
+        fresh:bool=True,                            # forget before each position; False: faster, but answers depend on order
     ):
         for name, value in (('nodes', nodes), ('multipv', multipv), ('hash_mb', hash_mb), ('timeout', timeout)):
             if not value > 0: raise EngineError(f"{name} must be positive, not {value!r}")
-        self.path, self.nodes, self.multipv, self.hash_mb, self.timeout = find_stockfish(path), nodes, multipv, hash_mb, timeout
+        self.nodes, self.multipv, self.fresh = nodes, multipv, fresh
+        self.settings = f'nodes={nodes} multipv={multipv} hash={hash_mb} fresh={fresh}'
         self.cache = AnalysisCache(cache) if isinstance(cache, (str, Path)) else cache
-        self.restarts, self._process, self._lock = 0, None, threading.RLock()
+        self._engine = _KeptEngine(find_stockfish(path), {'Threads': 1, 'Hash': hash_mb, 'MultiPV': multipv}, timeout)
 
-    def __enter__(self)->'Stockfish': return self
-    def __exit__(self, *exc)->None: self.close()
-
-    def close(self)->None:
-        "End the engine process; the next analysis starts another."
-        with self._lock:
-            process, self._process = self._process, None
-            if process is not None: process.kill()
-            if self.cache is not None: self.cache.close()
-
-    def _started(self)->_EngineProcess:
-        if self._process is None:
-            self._process = _EngineProcess(self.path, {'Threads': 1, 'Hash': self.hash_mb}, self.timeout)
-        return self._process
-
-    @property
+    @functools.cached_property
     def name(self)->str:
         "The engine's own name and version."
-        with self._lock: return self._started().protocol.id.get('name', self.path)
+        return self._engine.exchange('its name', lambda process: process.name)
 
-    def _search(self, board:chess.Board)->tuple[Candidate, ...]:
-        process = self._started()
-        infos = process.call(process.protocol.analyse(
-            board, chess.engine.Limit(nodes=self.nodes), multipv=self.multipv, game=object(),   # a new game: empty hash
-            info=chess.engine.INFO_SCORE | chess.engine.INFO_PV))
-        lines = [Candidate(i['pv'][0].uci(), _pawns(i['score'].relative)) for i in infos if i.get('pv') and 'score' in i]
-        expected = min(self.multipv, board.legal_moves.count())
-        if len({c.uci for c in lines}) != expected:
-            raise chess.engine.EngineError(f"{len(lines)} usable lines instead of {expected} (more nodes than {self.nodes}?)")
-        return tuple(sorted(lines, key=lambda c: -c.pawns))   # stable: equal scores stay in engine order
+    @property
+    def restarts(self)->int:
+        "How often the engine failed and was replaced."
+        return self._engine.restarts
 
     def analyse(self,
         fen:str,                   # FEN of a possible position
     )->tuple[Candidate, ...]:      # best first; fewer than multipv where fewer moves are legal, () where none is
         "The best moves and their evaluations; the same position always gets the same answer."
-        board = _board(fen)
+        fen = _board(fen).fen()
         if not legal_moves(fen): return ()
-        with self._lock:
-            key = self.cache and f'{self.name}|nodes={self.nodes}|multipv={self.multipv}|hash={self.hash_mb}|{board.fen()}'
-            if key and (stored := self.cache.get(key)) is not None: return stored
-            answer = self._search_or_restart(board)
-            if key: self.cache.put(key, answer)
+        search = functools.partial(self._engine.exchange, fen, functools.partial(self._search, fen))
+        if self.cache is None: return search()
+        key = f'{self.name}|{self.settings}|{fen}'
+        if (answer := self.cache.get(key)) is None: self.cache.put(key, answer := search())
         return answer
 
-    def _search_or_restart(self, board:chess.Board)->tuple[Candidate, ...]:
-        for attempt in (1, 2):
-            try: return self._search(board)
-            except (chess.engine.EngineError, TimeoutError, OSError) as error:
-                reason = f"no answer in {self.timeout} s" if isinstance(error, TimeoutError) else str(error)
-                logger.warning("engine failed on %s (attempt %d): %s", board.fen(), attempt, reason)
-                self.close()
-                self.restarts += 1
-            except BaseException:   # an interrupted search must not answer the next question
-                self.close()
-                raise
-        raise EngineError(f"{self.path} failed twice on {board.fen()!r}: {reason}")
+    def _search(self, fen:str, process:_EngineProcess)->tuple[Candidate, ...]:
+        if self.fresh: list(process.ask(['ucinewgame', 'isready'], 'readyok'))
+        last = {}   # of each line number the newest report; the lines of one answer may differ in depth
+        for line in process.ask([f'position fen {fen}', f'go nodes {self.nodes}'], 'bestmove'):
+            if line.startswith('info') and ' multipv ' in line and ' pv ' in line:
+                last[line.split(' multipv ', 1)[1].split(' ', 1)[0]] = line
+        lines = [_read_info(line) for _, line in sorted(last.items())]
+        wanted = min(self.multipv, len(legal_moves(fen)))
+        if len(lines) != wanted or len({c.uci for c in lines} & legal_moves(fen)) != wanted:
+            raise _EngineFailure(f"gave {[c.uci for c in lines]}, not {wanted} legal moves, at {self.nodes} nodes")
+        return tuple(sorted(lines, key=lambda c: -c.pawns))   # stable: equal scores stay in engine order
+
+    def close(self)->None:
+        "End the engine process; the next analysis starts another."
+        self._engine.close()
+        if self.cache is not None: self.cache.close()
+
+    def __enter__(self)->'Stockfish': return self
+    def __exit__(self, *exc)->None: self.close()
 
 # %% ../nbs/03_rules.ipynb #879532bc
 class StockfishPool:
