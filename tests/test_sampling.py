@@ -1,0 +1,383 @@
+"""Sampling and scoring: padding, caching, stopping, frequencies, determinism, refusals."""
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch.testing import assert_close
+
+from rookworld_nb import sampling
+from rookworld_nb.model import GPT, GPTConfig
+from rookworld_nb.sampling import (PromptLengthError, SamplingError, completion_hidden, completion_logprobs, draw,
+                                   encode_prompts, generate, length_buckets, sample)
+
+WORDS = ['<|endoftext|>', *'abcdefghijklmnopqrstuvw']
+END = 0
+
+
+@pytest.fixture(scope='module')
+def tokenizer() -> Tokenizer:
+    'One word, one token; the end token is also the pad.'
+    tok = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token=WORDS[0]))
+    tok.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return tok
+
+
+def make_model(n_positions: int = 64, sharpness: float = 6., end_bias: float = 0.) -> GPT:
+    'A random model whose next-token distributions are uneven enough to tell rows apart.'
+    torch.manual_seed(3)
+    model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=16, vocab_size=len(WORDS), n_positions=n_positions))
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.dim() == 2: p.mul_(sharpness)
+        model.wte.weight[END] += end_bias*model.ln_f.weight/16
+    return model
+
+
+@pytest.fixture(scope='module')
+def model() -> GPT: return make_model()
+
+
+def seeded(seed: int = 0) -> torch.Generator: return torch.Generator().manual_seed(seed)
+
+
+PROMPTS = ['a b c', 'd', 'e f g h i j k', 'l m n o']
+
+
+def full_logprobs(model, r, row, temperature=None):
+    'Log-probabilities of one row from a plain forward of its unpadded text, one row, no cache.'
+    prompt = r.prompt_ids[row//r.group_size][r.prompt_mask[row//r.group_size]]
+    done = r.completion_ids[row][r.completion_mask[row]]
+    logits = model(torch.cat([prompt, done])[None])[0, len(prompt)-1:-1].float()
+    logprobs = (logits/(temperature or r.temperature or 1.)).log_softmax(-1)
+    return logprobs.gather(1, done[:, None])[:, 0], logprobs
+
+
+# ---------------------------------------------------------------- agreement of sampler, scorer and a full forward
+
+@pytest.mark.parametrize('temperature', [0.7, 1., 1.8])
+def test_cached_decode_equals_a_full_forward(model, tokenizer, temperature):
+    r = sample(model, tokenizer, PROMPTS, 5, 20, temperature, seeded())
+    lengths = r.completion_mask.sum(1)
+    assert lengths.min() < lengths.max()  # rows end at different times, so compaction is at work
+    with torch.no_grad():
+        for row in range(len(lengths)):
+            assert_close(r.logprobs[row, :lengths[row]], full_logprobs(model, r, row)[0], atol=1e-5, rtol=0)
+    assert r.logprobs[~r.completion_mask].eq(0).all() and r.logprobs.dtype == torch.float32
+
+
+@pytest.mark.parametrize('temperature', [0., 0.7, 1.8])
+def test_scorer_equals_sampler(model, tokenizer, temperature):
+    r = sample(model, tokenizer, PROMPTS, 5, 20, temperature, seeded())
+    logprobs, entropy = completion_logprobs(model, r.prompt_ids, r.prompt_mask, r.completion_ids, 5, temperature,
+                                            r.completion_mask)
+    assert_close(logprobs.detach(), r.logprobs, atol=1e-5, rtol=0)
+    for row in range(len(r.texts)):
+        every = full_logprobs(model, r, row)[1]
+        assert_close(entropy[row, :len(every)], -(every.exp()*every).sum(-1), atol=1e-5, rtol=0)
+        assert entropy[row, len(every):].eq(0).all()
+
+
+def test_a_row_alone_equals_the_row_in_any_batch(model, tokenizer):
+    r = sample(model, tokenizer, PROMPTS, 3, 16, 1., seeded())
+    for row, text in enumerate(r.texts):
+        i, n = row//3, int(r.completion_mask[row].sum())
+        ids, mask = encode_prompts(tokenizer, PROMPTS[i:i+1], END)
+        alone, _ = completion_logprobs(model, ids, mask, r.completion_ids[row:row+1], 1, 1., r.completion_mask[row:row+1])
+        assert_close(alone[0, :n].detach(), r.logprobs[row, :n], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize('extra', [1, 9])
+def test_left_and_right_padding_change_nothing(model, tokenizer, extra):
+    r = sample(model, tokenizer, PROMPTS, 3, 16, 1., seeded())
+    B, P = r.prompt_ids.shape
+    left, right = torch.full((B, P+extra), END), torch.full((B, P+extra), END)
+    left_mask, right_mask = torch.zeros_like(left, dtype=torch.bool), torch.zeros_like(left, dtype=torch.bool)
+    for i, n in enumerate(r.prompt_mask.sum(1).tolist()):
+        left[i, P+extra-n:], left_mask[i, P+extra-n:] = r.prompt_ids[i, P-n:], True
+        right[i, :n], right_mask[i, :n] = r.prompt_ids[i, P-n:], True
+    for ids, mask in ((left, left_mask), (right, right_mask)):
+        logprobs, _ = completion_logprobs(model, ids, mask, r.completion_ids, 3, 1., r.completion_mask)
+        assert_close(logprobs.detach(), r.logprobs, atol=1e-5, rtol=0)
+        got, got_mask, got_logprobs = generate(model, ids, mask, 3, 16, 1., END, seeded())
+        assert got.equal(r.completion_ids) and got_mask.equal(r.completion_mask)
+        assert_close(got_logprobs, r.logprobs, atol=1e-5, rtol=0)
+
+
+def test_greedy_is_the_argmax_of_a_full_forward_at_every_step(model, tokenizer):
+    r = sample(model, tokenizer, PROMPTS, 2, 12, 0.)
+    with torch.no_grad():
+        for row in range(len(r.texts)):
+            ids = r.prompt_ids[row//2][r.prompt_mask[row//2]].tolist()
+            for t in range(int(r.completion_mask[row].sum())):
+                best = int(model(torch.tensor([ids]))[0, -1].argmax())
+                assert best == r.completion_ids[row, t]
+                ids.append(best)
+            ended = END in r.completion_ids[row, :int(r.completion_mask[row].sum())]
+            assert ended or r.completion_mask[row].all()
+
+
+# ---------------------------------------------------------------- cost: one reading per prompt, nothing for ended rows
+
+def test_each_prompt_is_read_once_and_ended_rows_cost_nothing(model, tokenizer, monkeypatch):
+    prefills, steps = [], []
+    prefill, extend = GPT.prefill, GPT.extend
+    monkeypatch.setattr(GPT, 'prefill', lambda self, ids, *a, **k: prefills.append(len(ids)) or prefill(self, ids, *a, **k))
+    monkeypatch.setattr(GPT, 'extend', lambda self, ids, *a, **k: steps.append(tuple(ids.shape)) or extend(self, ids, *a, **k))
+    r = sample(model, tokenizer, PROMPTS, 6, 20, 1., seeded())
+    assert prefills == [len(PROMPTS)]
+    unfinished = (r.completion_mask & (r.completion_ids != END)).sum(0).tolist()
+    last = r.completion_ids.shape[1]-1
+    assert steps == [(n, 1) for n in unfinished[:last] if n]  # never a row that has ended, nothing behind the last token
+    assert r.completion_mask.any(0).all()  # no column is all padding
+
+
+def test_scoring_reads_each_prompt_once(model, tokenizer, monkeypatch):
+    r = sample(model, tokenizer, PROMPTS, 4, 20, 1., seeded())
+    rows, prefill = [], GPT.prefill
+    monkeypatch.setattr(GPT, 'prefill', lambda self, ids, *a, **k: rows.append(len(ids)) or prefill(self, ids, *a, **k))
+    completion_logprobs(model, r.prompt_ids, r.prompt_mask, r.completion_ids, 4, 1., r.completion_mask)
+    assert sum(rows) == len(PROMPTS)
+
+
+# ---------------------------------------------------------------- stopping and the mask
+
+def test_a_row_stops_at_its_own_end_token_which_is_in_the_mask_once(model, tokenizer):
+    r = sample(model, tokenizer, PROMPTS, 8, 24, 1., seeded(1))
+    is_end = r.completion_ids == END
+    for ids_end, mask in zip(is_end, r.completion_mask):
+        n = int(mask.sum())
+        assert mask[:n].all() and not mask[n:].any()                        # a run from the first token on
+        assert int((ids_end & mask).sum()) == int(n < len(mask) or bool(ids_end[-1]))  # its end token, exactly once
+        assert not ids_end[:n-1].any()                                      # and only as the last
+    assert is_end[~r.completion_mask].all()                                 # pad is the same id, and is not in the mask
+    assert (is_end & r.completion_mask).any() and (~r.completion_mask).any()
+
+
+def test_pad_equal_to_end_does_not_fool_the_mask(model, tokenizer):
+    r = sample(model, tokenizer, PROMPTS, 8, 24, 1., seeded(1))
+    by_id = r.completion_ids != END
+    assert not by_id.equal(r.completion_mask)
+    assert by_id.sum() < r.completion_mask.sum()  # a mask by id would lose every end token
+
+
+@pytest.mark.parametrize('where', ['all at once', 'some at once'])
+def test_rows_that_end_with_their_first_token(tokenizer, monkeypatch, where):
+    model, calls, real = make_model(), [0], sampling.draw
+    def rigged(logits, temperature, noise):
+        ids, logprobs = real(logits, temperature, noise)
+        if calls[0] == 0: ids[:: 1 if where == 'all at once' else 2] = END
+        calls[0] += 1
+        return ids, logits.float().log_softmax(-1).gather(1, ids[:, None])[:, 0]
+    monkeypatch.setattr(sampling, 'draw', rigged)
+    r = sample(model, tokenizer, PROMPTS, 4, 10, 1., seeded())
+    first = r.completion_ids[:, 0] == END
+    assert first[::2].all() and r.completion_mask[first].sum(1).eq(1).all()
+    assert all(text == '' for text, f in zip(r.texts, first) if f)
+    with torch.no_grad():
+        for row in range(16):
+            n = int(r.completion_mask[row].sum())
+            assert_close(r.logprobs[row, :n], full_logprobs(model, r, row)[0], atol=1e-5, rtol=0)
+
+
+def test_texts_are_cut_before_the_end_token(model, tokenizer):
+    r = sample(model, tokenizer, PROMPTS, 6, 20, 1., seeded())
+    for text, ids, mask in zip(r.texts, r.completion_ids, r.completion_mask):
+        kept = ids[mask].tolist()
+        if kept[-1] == END: kept = kept[:-1]
+        assert text.split() == [WORDS[i] for i in kept] and WORDS[END] not in text
+
+
+# ---------------------------------------------------------------- the distribution, and noise
+
+@pytest.mark.parametrize('temperature', [0.6, 1., 2.])
+def test_frequencies_match_the_reported_probabilities(tokenizer, temperature):
+    model, n = make_model(sharpness=3.), 6000
+    r = sample(model, tokenizer, ['a b c'], n, 1, temperature, seeded(5))
+    with torch.no_grad(): probs = (model(r.prompt_ids)[0, -1]/temperature).softmax(-1)
+    counts = torch.bincount(r.completion_ids[:, 0], minlength=len(WORDS)).double()
+    assert_close(r.logprobs[:, 0].exp(), probs[r.completion_ids[:, 0]], atol=1e-6, rtol=1e-5)
+    often = probs*n >= 5
+    expected = torch.cat([probs[often], probs[~often].sum()[None]]).double()*n
+    seen = torch.cat([counts[often], counts[~often].sum()[None]])
+    chi2, dof = ((seen-expected)**2/expected.clamp(min=1e-9)).sum(), int(often.sum())
+    assert dof >= 5 and chi2 < dof+4*(2*dof)**0.5, f'chi2 {chi2:.1f} with {dof} degrees of freedom'
+
+
+def test_second_tokens_are_distributed_given_the_first(tokenizer):
+    model, n = make_model(sharpness=3.), 4000
+    r = sample(model, tokenizer, ['a b c'], n, 2, 1., seeded(6))
+    first = r.completion_ids[:, 0].bincount(minlength=len(WORDS))[1:].argmax()+1
+    rows = r.completion_ids[:, 0] == first
+    with torch.no_grad():
+        probs = model(torch.cat([r.prompt_ids[0], first[None]])[None])[0, -1].softmax(-1).double()
+    expected = probs*int(rows.sum())
+    seen = torch.bincount(r.completion_ids[rows, 1], minlength=len(WORDS)).double()
+    often = expected >= 5
+    chi2, dof = ((seen-expected)[often]**2/expected[often]).sum(), int(often.sum())-1
+    assert dof >= 5 and chi2 < dof+4*(2*dof)**0.5
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.sampled_from([float('-inf'), -200., -3., 0., 1., 4.]), min_size=1, max_size=9).filter(lambda z: max(z) > -100),
+       st.sampled_from([0., 0.25, 0.5, 1-2**-24]), st.sampled_from([0., 0.5, 1.]))
+def test_a_token_of_probability_zero_is_never_drawn(logits, noise, temperature):
+    ids, logprobs = draw(torch.tensor([logits]), temperature, torch.tensor([noise]))
+    assert logprobs.isfinite().all() and logits[int(ids)] > -100
+
+
+def test_same_seed_same_rollouts_other_seed_others(model, tokenizer):
+    a, b, c = (sample(model, tokenizer, PROMPTS, 4, 16, 1., seeded(s)) for s in (0, 0, 1))
+    for f in dataclasses.fields(a):
+        x, y = getattr(a, f.name), getattr(b, f.name)
+        assert x.equal(y) if isinstance(x, torch.Tensor) else x == y
+    assert a.texts != c.texts
+    torch.manual_seed(11); d = sample(model, tokenizer, PROMPTS, 4, 16, 1.)
+    torch.manual_seed(11); e = sample(model, tokenizer, PROMPTS, 4, 16, 1.)
+    assert d.texts == e.texts
+
+
+def test_the_end_of_one_row_does_not_change_the_others(model, tokenizer, monkeypatch):
+    real, calls = sampling.draw, [0]
+    before = sample(model, tokenizer, PROMPTS, 4, 16, 1., seeded())
+    def rigged(logits, temperature, noise):
+        ids, logprobs = real(logits, temperature, noise)
+        if calls[0] == 2: ids[0] = END
+        calls[0] += 1
+        return ids, logprobs
+    monkeypatch.setattr(sampling, 'draw', rigged)
+    after = sample(model, tokenizer, PROMPTS, 4, 16, 1., seeded())
+    changed = int((before.completion_mask.sum(1) > 2).nonzero()[0])
+    assert before.texts[changed] != after.texts[changed] or int(before.completion_mask[changed].sum()) == 3
+    for row in range(16):
+        if row != changed:
+            assert before.texts[row] == after.texts[row]
+            n = int(before.completion_mask[row].sum())
+            assert_close(before.logprobs[row, :n], after.logprobs[row, :n], atol=1e-5, rtol=0)
+
+
+def test_a_higher_limit_only_appends(model, tokenizer):
+    short, long = (sample(model, tokenizer, PROMPTS, 4, n, 1., seeded()) for n in (5, 20))
+    for a, b in zip(short.texts, long.texts): assert b.startswith(a)
+
+
+def test_the_generator_advances_by_a_known_amount(model, tokenizer):
+    g, h = seeded(), seeded()
+    sample(model, tokenizer, PROMPTS, 4, 16, 1., g)
+    torch.rand(16, 16, generator=h)
+    assert g.get_state().equal(h.get_state())
+
+
+# ---------------------------------------------------------------- gradients
+
+def test_gradients_equal_those_of_a_full_forward(tokenizer):
+    model = make_model().double()
+    r = sample(model, tokenizer, PROMPTS, 3, 14, 0.8, seeded())
+    weights = torch.randn(r.logprobs.shape, generator=seeded(2))
+    logprobs, entropy = completion_logprobs(model, r.prompt_ids, r.prompt_mask, r.completion_ids, 3, 0.8, r.completion_mask)
+    (weights*logprobs + 0.3*entropy).sum().backward()
+    got = {n: p.grad.clone() for n, p in model.named_parameters()}
+    model.zero_grad()
+    loss = 0.
+    for row in range(12):
+        one, every = full_logprobs(model, r, row)
+        n = len(one)
+        loss = loss + (weights[row, :n]*one).sum() - 0.3*(every.exp()*every).sum()
+    loss.backward()
+    for name, p in model.named_parameters(): assert_close(got[name], p.grad, atol=2e-5, rtol=1e-4, msg=lambda m: f'{name}: {m}')
+
+
+@pytest.mark.parametrize('with_entropy', [True, False])
+def test_tiles_change_neither_values_nor_gradients(model, tokenizer, with_entropy):
+    r, results = sample(model, tokenizer, PROMPTS, 3, 14, 0.8, seeded()), []
+    for tile_elements in (2**24, 7*len(WORDS), 1):
+        model.zero_grad()
+        logprobs, entropy = completion_logprobs(model, r.prompt_ids, r.prompt_mask, r.completion_ids, 3, 0.8,
+                                                r.completion_mask, with_entropy, tile_elements)
+        ((logprobs**2).sum() + (entropy.sum() if with_entropy else 0)).backward()
+        assert (entropy is not None) == with_entropy
+        results.append([logprobs.detach(), *(p.grad.clone() for p in model.parameters())])
+    model.zero_grad()
+    for other in results[1:]:
+        for a, b in zip(results[0], other): assert_close(a, b, atol=1e-5, rtol=1e-4)
+
+
+def test_sampled_logprobs_can_enter_an_autograd_graph(model, tokenizer):
+    r = sample(model, tokenizer, PROMPTS, 2, 8, 1., seeded())
+    logprobs, _ = completion_logprobs(model, r.prompt_ids, r.prompt_mask, r.completion_ids, 2, 1., r.completion_mask)
+    ((logprobs-r.logprobs).exp()*r.logprobs).sum().backward()
+    model.zero_grad()
+    assert not r.logprobs.requires_grad and not r.logprobs.is_inference()
+
+
+def test_entropy_ignores_impossible_tokens(tokenizer):
+    hidden, model = torch.zeros(2, 16), make_model()
+    model.logits = lambda h: torch.tensor([[0., 0., float('-inf')], [1., float('-inf'), float('-inf')]]) + 0*h[:, :3]
+    values = sampling.token_logprobs(model, hidden, torch.tensor([0, 0]), 1., True)
+    assert_close(values, torch.tensor([[-0.6931472, 0.], [0.6931472, 0.]]))
+
+
+# ---------------------------------------------------------------- ragged completions
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(0, 150), min_size=1, max_size=40))
+def test_buckets_are_a_partition_of_like_lengths(lengths):
+    buckets = length_buckets(torch.tensor(lengths))
+    assert sorted(torch.cat(buckets).tolist()) == list(range(len(lengths)))
+    for bucket in buckets:
+        inside = torch.tensor(lengths)[bucket]
+        assert len(bucket) and inside.max() <= 1.5*max(int(inside.min()), 8)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.integers(0, 20), min_size=6, max_size=6), st.integers(0, 1000))
+def test_hidden_states_come_in_row_order_whatever_the_lengths(lengths, seed):
+    model, g = make_model(), seeded(seed)
+    prompts, ids = torch.randint(1, 24, (3, 6), generator=g), torch.randint(1, 24, (6, 20), generator=g)
+    mask = torch.arange(20) < torch.tensor(lengths)[:, None]
+    with torch.no_grad():
+        got = completion_hidden(model, prompts, torch.ones(3, 6, dtype=torch.bool), ids, mask, 2)
+        full = model.hidden(torch.cat([prompts.repeat_interleave(2, 0), ids], 1))[:, 5:-1]
+    assert_close(got, full[mask], atol=2e-5, rtol=1e-4)
+
+
+# ---------------------------------------------------------------- refusals
+
+@pytest.mark.parametrize('change, names', [
+    (dict(prompts=[]), 'prompts is empty'),
+    (dict(prompts='a b'), "not the text 'a b'"),
+    (dict(prompts=['a', '']), "prompt '' has no tokens"),
+    (dict(group_size=0), 'group_size=0'),
+    (dict(max_new_tokens=0), 'max_new_tokens=0'),
+    (dict(temperature=-0.1), 'temperature=-0.1'),
+    (dict(temperature=float('nan')), 'temperature=nan'),
+    (dict(temperature=float('inf')), 'temperature=inf'),
+    (dict(prompts=['a', ' '.join(['b']*64)]), '64 tokens; the model has n_positions=64'),
+])
+def test_bad_requests_are_refused_before_any_work(model, tokenizer, monkeypatch, change, names):
+    def no_work(*_, **__): raise AssertionError('the model was used')
+    monkeypatch.setattr(GPT, 'prefill', no_work)
+    request = dict(prompts=['a'], group_size=2, max_new_tokens=4, temperature=1.) | change
+    with pytest.raises(SamplingError) as error: sample(model, tokenizer, **request)
+    assert names in str(error.value)
+    assert isinstance(error.value, ValueError)
+
+
+def test_a_long_prompt_leaves_less_room(model, tokenizer):
+    r = sample(model, tokenizer, ['a', ' '.join(['b']*61)], 8, 50, 1., seeded())
+    assert r.completion_ids.shape[1] <= 3
+    with torch.no_grad():
+        for row in range(16):
+            n = int(r.completion_mask[row].sum())
+            assert_close(r.logprobs[row, :n], full_logprobs(model, r, row)[0], atol=1e-5, rtol=0)
+    with pytest.raises(PromptLengthError): sample(model, tokenizer, [' '.join(['b']*65)], 1, 1, 1.)
+
+
+def test_rollouts_move_between_devices(model, tokenizer):
+    r = sample(model, tokenizer, PROMPTS, 2, 4, 1., seeded())
+    moved = r.to('meta')
+    tensors = [f.name for f in dataclasses.fields(r) if isinstance(getattr(r, f.name), torch.Tensor)]
+    assert len(tensors) == 5 and all(getattr(moved, n).device.type == 'meta' for n in tensors)
+    assert moved.texts == r.texts and moved.group_size == 2 and r.logprobs.device.type == 'cpu'
