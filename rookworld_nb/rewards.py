@@ -5,10 +5,10 @@
 # %% auto #0
 __all__ = ['Shaping', 'Scaling', 'UNIT_FIELDS', 'POSITIVE_FIELDS', 'PARTS', 'SETTINGS', 'COLUMNS', 'GRADES', 'ALL_RIGHT',
            'RewardConfigError', 'RewardConfig', 'check_config', 'scale_score', 'PolicyTruth', 'policy_format',
-           'candidates_score', 'evals_score', 'best_score', 'env_scores', 'Judged', 'judge_policy', 'judge_env',
-           'judge', 'ladder_rung', 'shape_reward', 'MissingTarget', 'BadTarget', 'Analyser', 'prompt_position',
-           'stored_truth', 'rules_truth', 'engine_truth', 'find_truth', 'RunningNorm', 'final_rewards', 'blend_shares',
-           'component_row', 'Scores', 'RewardScorer']
+           'candidates_score', 'evals_score', 'best_score', 'env_scores', 'Judged', 'read_policy', 'read_env',
+           'judge_policy', 'judge_env', 'judge', 'ladder_rung', 'shape_reward', 'MissingTarget', 'BadTarget',
+           'Analyser', 'prompt_position', 'stored_truth', 'rules_truth', 'engine_truth', 'find_truth', 'RunningNorm',
+           'final_rewards', 'blend_shares', 'component_row', 'Scores', 'RewardScorer']
 
 # %% ../nbs/05_rewards.ipynb #b4f48dd3
 import math
@@ -217,15 +217,29 @@ class Judged(NamedTuple):
     rungs: tuple[bool, ...]   # the three structural rungs of the ladder, lowest first
 
 # %% ../nbs/05_rewards.ipynb #304e0a0f
+def read_policy(
+    text: str,      # a P: completion, whatever it says
+) -> PolicyAnswer:  # unreadable if it brings a position of its own
+    """Read what stands behind a policy prompt."""
+    answer = parse_policy(text)
+    return answer if answer.fen is None else PolicyAnswer(clean=False)
+
+
+def read_env(
+    text: str,   # an A: completion, whatever it says
+) -> EnvAnswer:  # unreadable if it brings a position of its own
+    """Read what stands behind an environment prompt."""
+    answer = parse_env(text)
+    return answer if answer.fen is None else EnvAnswer(clean=False)
+
+# %% ../nbs/05_rewards.ipynb #e8b30adb
 def judge_policy(
     text: str,          # a completion, whatever it says
     truth: PolicyTruth, # the position's facts
     cfg: RewardConfig,  # costs and credits
 ) -> Judged:            # scores of task P
     """Read a policy completion once and score its four parts."""
-    answer = parse_policy(text)
-    if answer.fen is not None:
-        answer = PolicyAnswer(clean=False)
+    answer = read_policy(text)
     scores = (policy_format(answer, truth), candidates_score(answer, truth, cfg),
               evals_score(answer, truth, cfg), best_score(answer, truth, cfg))
     listed, legal = len(answer.moves), len(truth.legal.intersection(answer.moves))
@@ -239,9 +253,7 @@ def judge_env(
     cfg: RewardConfig, # tolerance
 ) -> Judged:           # scores of task A
     """Read an environment completion once and score its four parts."""
-    answer = parse_env(text)
-    if answer.fen is not None:
-        answer = EnvAnswer(clean=False)
+    answer = read_env(text)
     scores = env_scores(answer, truth, cfg)
     complete = None not in (answer.reward, answer.terminated, answer.truncated)
     return Judged('A', scores, answer.well_formed, (answer.new_fen is not None, complete, answer.well_formed))
