@@ -8,8 +8,8 @@ __all__ = ['Range', 'TOLERANCE', 'ANY', 'REWARD_METRICS', 'COMPLETION_METRICS', 
            'TABLE_COLUMNS', 'MetricError', 'Metric', 'registry', 'metric_for', 'range_text', 'Light', 'light_of',
            'lights', 'overall', 'simulated_run', 'Picture', 'Panel', 'column', 'smooth', 'view_limits', 'dress',
            'Chart', 'Curves', 'plot_curves', 'values_of', 'console_line', 'health_report', 'plain', 'write_atomic',
-           'write_json', 'metric_rows', 'read_metrics', 'completions_table', 'read_completions', 'mend_tail',
-           'metrics_line', 'write_completions', 'LineFile', 'RunWriter', 'save_reward_curve']
+           'write_json', 'metric_rows', 'read_metrics', 'read_completions', 'mend_tail', 'metrics_line',
+           'write_completions', 'LineFile', 'RunWriter', 'save_reward_curve']
 
 # %% ../nbs/12_monitor.ipynb #c87cb6a9
 import csv
@@ -68,8 +68,8 @@ ANY = (-math.inf, math.inf)
 REWARD_METRICS = (
     Metric('reward', 'mean of r over all completions', 'reward', 'buffer', (0, 1), (-.3, 1),
            'most completions cannot be parsed', 'above the top of the reward scale: the scorer is wrong'),
-    Metric('reward_std', 'standard deviation of r', 'reward', 'buffer', (.01, math.inf), (0, math.inf),
-           'all completions earn the same: there is nothing to learn from'),
+    Metric('reward_std', 'mean over groups of std(r), ddof 1', 'reward', 'buffer', (.01, math.inf), (0, math.inf),
+           'the completions of a group earn the same: there is nothing to learn from'),
     Metric('reward_25pct', 'first quartile of r', 'reward', 'buffer'),
     Metric('reward_75pct', 'third quartile of r', 'reward', 'buffer'),
     Metric('frac_reward_zero_std', 'groups whose rewards are all equal / groups', 'share', 'buffer', (0, .6), (0, .95),
@@ -77,9 +77,9 @@ REWARD_METRICS = (
     Metric('task_P/reward', 'mean of r over P: completions', 'reward', 'buffer', optional=True),
     Metric('task_A/reward', 'mean of r over A: completions', 'reward', 'buffer', optional=True),
     Metric('task_P/fraction', 'P: prompts / prompts', 'share', 'buffer'),
-    Metric('rewards/<task>format/mean', 'mean score of the format component', 'share', 'buffer', (.9, 1), (.8, 1),
+    Metric('rewards/<task>_format/mean', 'mean score of the format component', 'share', 'buffer', (.9, 1), (.8, 1),
            'completions lose their form: the policy is drifting off the language of the task', optional=True),
-    Metric('rewards/<component>/mean', 'mean score of one reward component', 'share', 'buffer', optional=True),
+    Metric('rewards/<component>/mean', 'mean score of one component of one task', 'share', 'buffer', optional=True),
     Metric('rewards/<component>/std', 'its standard deviation', 'share', 'buffer', optional=True))
 COMPLETION_METRICS = (
     Metric('completions/mean_length', 'mean of |completion|, end token included', 'tokens', 'buffer'),
@@ -90,10 +90,14 @@ COMPLETION_METRICS = (
 
 # %% ../nbs/12_monitor.ipynb #90b24630
 POLICY_METRICS = (
-    Metric('loss', 'policy loss + kl_coef * KL - entropy_coef * H', 'nats', 'grpo'),
+    Metric('loss', 'policy_loss + kl_loss + entropy_loss', '1', 'grpo'),
+    Metric('policy_loss', 'mean of -min(w A, clip(w) A)', '1', 'grpo'),
+    Metric('kl_loss', 'kl_coef * KL', '1', 'grpo', optional=True),
+    Metric('entropy_loss', '-entropy_coef * H', '1', 'grpo', optional=True),
     Metric('kl', 'mean_t (exp(-d) - 1 + d), d = logp - ref_logp', 'nats/token', 'grpo', (0, .15), (-.01, .4),
            'a KL cannot be negative: policy and reference are not compared on the same tokens',
            'the policy runs away from the reference: lower the learning rate or raise kl_coef'),
+    Metric('kl_5pct', '5th percentile over tokens of the same', 'nats/token', 'grpo'),
     Metric('kl_95pct', '95th percentile over tokens of the same', 'nats/token', 'grpo', (0, .6), (-.01, 2),
            'a KL cannot be negative: policy and reference are not compared on the same tokens',
            'single tokens have moved far although the mean looks well'),
@@ -117,6 +121,8 @@ RUN_METRICS = (
     Metric('step_time', 'duration of the step, its sampling included', 's', 'trainer'),
     Metric('grad_norm', '|gradient|_2 before clipping', '1', 'trainer', (0, 10), (0, 100),
            if_high='the gradient explodes; clipping hides it from the weights, not from Adam'),
+    Metric('skipped_updates', 'updates left out so far, their numbers not finite', 'updates', 'trainer', (0, 0), (0, 3),
+           if_high='a loss or gradient was not finite and its update was left out'),
     Metric('learning_rate', 'as used in this step', '1', 'trainer'),
     Metric('num_tokens', 'tokens seen so far, prompts included', 'tokens', 'trainer'),
     Metric('rollout_buffer_size', 'experiences waiting in the buffer', 'experiences', 'buffer', optional=True),
@@ -142,7 +148,7 @@ METRICS = registry(REWARD_METRICS, COMPLETION_METRICS, POLICY_METRICS, RUN_METRI
 # %% ../nbs/12_monitor.ipynb #f7fd296e
 @lru_cache(maxsize=1024)
 def metric_for(
-    name:str, # as logged, for example 'rewards/best/mean'
+    name:str, # as logged, for example 'rewards/P_best/mean'
 )->Metric|None: # None where the registry does not know the name
     """The registry entry of a logged name."""
     if name in METRICS: return METRICS[name]
@@ -157,6 +163,7 @@ def range_text(
     """The healthy range as a reader wants it: an edge that cannot be crossed is left out."""
     if metric.healthy is None: return ''
     low, high = metric.healthy
+    if low == high: return f'{low:g}'
     if math.isinf(high) or (metric.unit == 'share' and high == 1): return f'≥ {low:g}'
     return f'≤ {high:g}' if low == 0 and metric.unit != 'reward' else f'{low:g} to {high:g}'
 
@@ -236,7 +243,7 @@ def simulated_run(
                'reward_75pct': min(1., reward + .7*spread), 'frac_reward_zero_std': share(.12 + .25*sick + noise(.03)),
                'task_P/fraction': .8, 'task_P/reward': reward - .06 + noise(.01),
                'task_A/reward': reward + .24 + noise(.015),
-               'rewards/format/mean': share(.96 + .03*learned - .2*late + noise(.005)),
+               'rewards/P_format/mean': share(.96 + .03*learned - .2*late + noise(.005)),
                'kl': kl, 'kl_95pct': 3.8*kl, 'kl_coef': .02,
                'entropy': max(.001, (1.5 - .4*learned)*math.exp(-.9*sick) + noise(.02)),
                'clip_ratio/region_mean': share(.05 + .15*sick + noise(.01)),
@@ -252,8 +259,9 @@ STYLE = {'font.size': 8.5, 'text.color': INK, 'axes.labelcolor': MUTED, 'axes.ed
          'axes.spines.top': False, 'axes.spines.right': False, 'axes.spines.left': False, 'axes.titlesize': 9.5,
          'axes.titleweight': 'bold', 'axes.titlepad': 7, 'axes.grid': True, 'axes.grid.axis': 'y',
          'axes.axisbelow': True, 'grid.color': FAINT, 'grid.linewidth': .7, 'xtick.color': MUTED, 'ytick.color': MUTED,
-         'xtick.major.size': 0, 'ytick.major.size': 0, 'xtick.labelsize': 8, 'ytick.labelsize': 8, 'lines.linewidth': 1.7,
-         'lines.solid_capstyle': 'round', 'figure.facecolor': 'white', 'figure.dpi': 100, 'savefig.dpi': 'figure'}
+         'xtick.major.size': 0, 'ytick.major.size': 0, 'xtick.labelsize': 8, 'ytick.labelsize': 8,
+         'lines.linewidth': 1.7, 'lines.solid_capstyle': 'round', 'figure.facecolor': 'white', 'figure.dpi': 100,
+         'savefig.dpi': 'figure'}
 
 
 class Picture(Figure):
@@ -335,7 +343,7 @@ def dress(
     axes.set_title(panel.unit, color=MUTED, **small)
     if judged := metric_for(panel.judged):
         axes.set_title(f'healthy {range_text(judged)} {panel.unit}', color=green, **small)
-        axes.axhspan(*np.clip(judged.healthy, -1e9, 1e9), color=green, alpha=.07, lw=0, zorder=0)
+        axes.axhspan(*np.clip(judged.healthy, -1e9, 1e9), color=green, alpha=.1, lw=0, zorder=0)
     if target is not None: axes.axhline(target, color=MUTED, lw=1, ls=(0, (4, 3)), zorder=1)
     axes.yaxis.set_major_locator(MaxNLocator(4))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f'{y/1000:g}k' if abs(y) >= 1000 else f'{y:.4g}'))
@@ -446,9 +454,10 @@ def health_report(
     metrics:Mapping[str,float], # one row of the log
 )->str:                         # one line: the numbers, then the light and its reason
     """The health of one step: six numbers, and the light of the whole row."""
-    step, kl, kl_95, reward, std, clip, entropy, ratio = values_of(
-        metrics, 'step', 'kl', 'kl_95pct', 'reward', 'reward_std', 'clip_ratio/region_mean', 'entropy', 'ratio_max')
-    return (f'Health Report Step {step:.0f}: KL={kl:.4f} (95p={kl_95:.4f}), Reward={reward:.3f}±{std:.3f}, '
+    step, reward, std, clip, entropy, ratio = values_of(
+        metrics, 'step', 'reward', 'reward_std', 'clip_ratio/region_mean', 'entropy', 'ratio_max')
+    kl, kl_95 = (f'{metrics[name]:.4f}' if name in metrics else 'n/a' for name in ('kl', 'kl_95pct'))
+    return (f'Health Report Step {step:.0f}: KL={kl} (95p={kl_95}), Reward={reward:.3f}±{std:.3f}, '
             f'Clip={clip:.1%}, Entropy={entropy:.3f}, MaxRatio={ratio:.2f} | {overall(metrics)}')
 
 # %% ../nbs/12_monitor.ipynb #f5c3c3df
@@ -525,29 +534,13 @@ def read_metrics(
 TABLE_COLUMNS = ('prompt', 'completion', 'task', 'reward', 'advantage')
 
 
-def completions_table(
-    prompts:Sequence[str],     # (N,) one a completion
-    completions:Sequence[str], # (N,) texts, cut at the end token
-    components:pd.DataFrame,   # (N,) rows with task, the score of each component, raw and reward
-    advantages:Sequence[float],# (N,) as trained with
-)->pd.DataFrame:               # (N,) rows: prompt, completion, the components' columns, advantage
-    """Lay texts, reward parts and advantages side by side."""
-    table = components.reset_index(drop=True).copy()
-    lengths = {len(prompts), len(completions), len(table), len(advantages)}
-    if len(lengths) > 1:
-        raise MetricError(f'prompts, completions, components, advantages: lengths {sorted(lengths)} differ')
-    table.insert(0, 'prompt', list(prompts))
-    table.insert(1, 'completion', list(completions))
-    return table.assign(advantage=[float(a) for a in advantages])
-
-
 def read_completions(
     path:str|Path, # one file of a run's completions folder
 )->pd.DataFrame:   # the table as it was written
     """Read a completions table; texts come back exactly as the model wrote them."""
     texts = dict.fromkeys(('prompt', 'completion', 'task'), str)
-    table = pd.read_csv(path, dtype=str, keep_default_na=False, encoding='utf-8', lineterminator='\n')
-    return table.assign(**{name: pd.to_numeric(table[name]) for name in table.columns if name not in texts})
+    gaps = {name: [''] for name in pd.read_csv(path, nrows=0).columns if name not in texts}
+    return pd.read_csv(path, dtype=texts, keep_default_na=False, na_values=gaps, lineterminator='\n')
 
 # %% ../nbs/12_monitor.ipynb #92c3a9be
 def mend_tail(
