@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['logger', 'MATE_REWARD', 'DRAW_REWARD', 'ILLEGAL_REWARD', 'ORDINARY_REWARD', 'MATE_SCORE', 'ENGINE_HINT', 'InvalidFen',
-           'EngineNotFound', 'EngineError', 'legal_moves', 'fen_key', 'EnvStep', 'env_step', 'win_probability',
-           'Candidate', 'find_stockfish', 'AnalysisCache', 'Stockfish', 'StockfishPool']
+           'EngineNotFound', 'EngineError', 'CacheError', 'legal_moves', 'fen_key', 'EnvStep', 'env_step',
+           'win_probability', 'Candidate', 'find_stockfish', 'AnalysisCache', 'Stockfish', 'StockfishPool']
 
 # %% ../nbs/03_rules.ipynb #976a2a6a
 import functools
@@ -20,7 +20,7 @@ import subprocess
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -36,7 +36,10 @@ class EngineNotFound(ValueError):
     "No Stockfish where one is needed."
 
 class EngineError(ValueError):
-    "The engine failed twice on one position."
+    "The engine failed twice on one position, or was given impossible settings."
+
+class CacheError(ValueError):
+    "The file of stored engine answers cannot be used."
 
 # %% ../nbs/03_rules.ipynb #12e9479a
 _HARMLESS = chess.STATUS_BAD_CASTLING_RIGHTS | chess.STATUS_INVALID_EP_SQUARE  # python-chess ignores such claims
@@ -137,16 +140,20 @@ class AnalysisCache:
     ):
         self.path, self._lock, self._db, self._pid = Path(path), threading.Lock(), None, None
 
+    def _open(self)->sqlite3.Connection:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        db = sqlite3.connect(self.path, timeout=60, check_same_thread=False, isolation_level=None)
+        for sql in ('PRAGMA journal_mode=WAL', 'PRAGMA synchronous=NORMAL',
+                    'CREATE TABLE IF NOT EXISTS analysis (key TEXT PRIMARY KEY, answer TEXT) WITHOUT ROWID'): db.execute(sql)
+        return db
+
     def _execute(self, sql:str, values:tuple)->list[tuple]:
         with self._lock:
-            if self._pid != os.getpid():   # first use, or a fork: SQLite connections must not cross one
-                self.path.parent.mkdir(parents=True, exist_ok=True)
-                self._db = sqlite3.connect(self.path, timeout=60, check_same_thread=False, isolation_level=None)
-                self._pid = os.getpid()
-                self._db.execute('PRAGMA journal_mode=WAL')
-                self._db.execute('PRAGMA synchronous=NORMAL')
-                self._db.execute('CREATE TABLE IF NOT EXISTS analysis (key TEXT PRIMARY KEY, answer TEXT) WITHOUT ROWID')
-            return self._db.execute(sql, values).fetchall()
+            try:
+                if self._pid != os.getpid():   # first use, or a fork: SQLite connections must not cross one
+                    self._db, self._pid = self._open(), os.getpid()
+                return self._db.execute(sql, values).fetchall()
+            except (sqlite3.Error, OSError) as error: raise CacheError(f"engine cache {str(self.path)!r}: {error}") from error
 
     def get(self,
         key:str,                          # everything the answer depends on, as text
@@ -169,6 +176,8 @@ class AnalysisCache:
             self._db = self._pid = None
 
 # %% ../nbs/03_rules.ipynb #787f8caf
+_START_SECONDS = 20.
+
 class _EngineFailure(Exception):
     "The engine hung, died, or answered nonsense."
 
@@ -180,28 +189,25 @@ class _EngineProcess:
         self._popen = subprocess.Popen([path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
                                        encoding='utf-8', errors='replace')
         try:
-            for line in self.ask(['uci'], 'uciok'):
+            for line in self.ask(['uci'], 'uciok', _START_SECONDS):
                 if line.startswith('id name '): self.name = line.removeprefix('id name ').strip()
-            list(self.ask([f'setoption name {k} value {v}' for k, v in options.items()] + ['isready'], 'readyok'))
+            settings = [f'setoption name {name} value {value}' for name, value in options.items()]
+            list(self.ask([*settings, 'isready'], 'readyok', _START_SECONDS))
         except BaseException:
             self.kill()
             raise
 
-    @contextmanager
-    def _watchdog(self)->Iterator[None]:
-        timer = threading.Timer(self.timeout, self._popen.kill)
-        timer.daemon = True
-        timer.start()
-        try: yield
-        finally: timer.cancel()
-
-    def ask(self, commands:Sequence[str], last_word:str)->Iterator[str]:
-        with self._watchdog():
+    def ask(self, commands:Sequence[str], last_word:str, seconds:float|None=None)->Iterator[str]:
+        watchdog = threading.Timer(seconds or self.timeout, self._popen.kill)
+        watchdog.daemon = True
+        watchdog.start()
+        try:
             self._popen.stdin.write('\n'.join(commands) + '\n')
             self._popen.stdin.flush()
             while not (line := self._popen.stdout.readline(1 << 16)).startswith(last_word):
-                if not line: raise _EngineFailure(f"died or gave no {last_word!r} within {self.timeout} s")
+                if not line: raise _EngineFailure(f"died, or gave no {last_word!r} within {watchdog.interval} s")
                 yield line
+        finally: watchdog.cancel()
 
     def kill(self)->None:
         self._popen.kill()
@@ -211,6 +217,7 @@ class _EngineProcess:
 
 # %% ../nbs/03_rules.ipynb #bd1349c2
 _T = TypeVar('_T')
+_MOST_NODES = 1_000_000
 
 class _KeptEngine:
     "An engine that is started when first needed and replaced when it fails; one exchange at a time."
@@ -285,16 +292,22 @@ class Stockfish:
         return answer
 
     def _search(self, fen:str, process:_EngineProcess)->tuple[Candidate, ...]:
-        if self.fresh: list(process.ask(['ucinewgame', 'isready'], 'readyok'))
-        last = {}   # of each line number the newest report; the lines of one answer may differ in depth
-        for line in process.ask([f'position fen {fen}', f'go nodes {self.nodes}'], 'bestmove'):
-            if line.startswith('info') and ' multipv ' in line and ' pv ' in line:
-                last[line.split(' multipv ', 1)[1].split(' ', 1)[0]] = line
-        lines = [_read_info(line) for _, line in sorted(last.items())]
-        wanted = min(self.multipv, len(legal_moves(fen)))
-        if len(lines) != wanted or len({c.uci for c in lines} & legal_moves(fen)) != wanted:
-            raise _EngineFailure(f"gave {[c.uci for c in lines]}, not {wanted} legal moves, at {self.nodes} nodes")
+        legal, nodes = legal_moves(fen), self.nodes
+        wanted = min(self.multipv, len(legal))
+        lines = self._lines(fen, process, nodes)
+        while len(lines) < wanted and nodes < _MOST_NODES:   # dozens of queens: not one iteration was finished
+            lines = self._lines(fen, process, nodes := 4 * nodes)
+        if len({c.uci for c in lines} & legal) != wanted or len(lines) != wanted:
+            raise _EngineFailure(f"answered {[c.uci for c in lines]}, not {wanted} distinct legal moves")
         return tuple(sorted(lines, key=lambda c: -c.pawns))   # stable: equal scores stay in engine order
+
+    def _lines(self, fen:str, process:_EngineProcess, nodes:int)->list[Candidate]:
+        if self.fresh: list(process.ask(['ucinewgame', 'isready'], 'readyok'))
+        last = {}   # of each line number the newest report; their depths may differ
+        for line in process.ask([f'position fen {fen}', f'go nodes {nodes}'], 'bestmove'):
+            if line.startswith('info') and ' multipv ' in line and ' pv ' in line:
+                last[int(line.split(' multipv ', 1)[1].split(' ', 1)[0])] = line
+        return [_read_info(line) for _, line in sorted(last.items())]
 
     def close(self)->None:
         "End the engine process; the next analysis starts another."

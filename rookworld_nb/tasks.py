@@ -42,7 +42,7 @@ def is_fen(
     fields = text.split(' ')
     ranks = fields[0].split('/')
     if len(ranks) != 8 or not all(_RANK.fullmatch(r) and _rank_width(r) == 8 for r in ranks): return False
-    return not strict or re.fullmatch(r'[wb] (-|K?Q?k?q?) (-|[a-h][36]) [0-9]{1,4} [0-9]{1,4}', ' '.join(fields[1:])) is not None
+    return not strict or re.fullmatch(r'[wb] (-|(?! )K?Q?k?q?) (-|[a-h][36]) [0-9]{1,4} [0-9]{1,4}', ' '.join(fields[1:])) is not None
 
 def _rank_width(rank:str)->int: return sum(int(c) if c.isdigit() else 1 for c in rank)
 
@@ -74,9 +74,10 @@ def env_prompt(
     history:Sequence[str]|None=None, # plies shown, the current move last; None: the current move alone
 )->str:                              # the part of an A: line that the model is given, up to its third '+'
     "The prompt of the environment task; at most the last ten plies are shown."
+    _check_plain('the move', uci)
     history = (uci,) if history is None else tuple(history)
     shown = ' '.join(_check_plain('a move of the history', h) for h in history[-HISTORY_PLIES:])
-    return f"A: {_check_fen(fen)}+{_check_plain('the move', uci)}+{shown}+"
+    return f"A: {_check_fen(fen)}+{uci}+{shown}+"
 
 # %% ../nbs/02_tasks.ipynb #d88b1698
 def format_policy(
@@ -214,10 +215,10 @@ def split_line(
 )->tuple[str, str]:   # prompt, completion; a P: completion starts with the spaces after the FEN
     "Cut a training line where the model takes over."
     line = line.strip()
-    if task_of(line) == 'P':
-        read = parse_policy(line)
-        if read.fen is None or not read.has_form(): raise TaskFormatError(f"not a complete P: line: {line!r}")
-        return policy_prompt(read.fen), line[len(line[:line.index('M:')].rstrip()):]
-    read = parse_env(line)
-    if not read.well_formed: raise TaskFormatError(f"not a complete A: line: {line!r}")
-    return env_prompt(read.fen, read.uci, read.history), line.split('+', 3)[3]
+    task, policy, env = task_of(line), parse_policy(line), parse_env(line)
+    complete = policy.fen is not None and policy.has_form() if task == 'P' else env.well_formed
+    try:
+        if not complete: raise TaskFormatError('a part is missing or unreadable')
+        if task == 'P': return policy_prompt(policy.fen), line[len(line[:line.index('M:')].rstrip()):]
+        return env_prompt(env.fen, env.uci, env.history), line.split('+', 3)[3]
+    except TaskFormatError as error: raise TaskFormatError(f"not a complete {task}: line: {line!r} ({error})") from None
