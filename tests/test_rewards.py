@@ -1,0 +1,390 @@
+"""Rewards: every setting acts, no text escapes the range, and no shortcut pays."""
+import math
+import random
+from dataclasses import fields, replace
+from typing import get_args
+
+import chess
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rookworld_nb.rewards import (BadTarget, MissingTarget, PolicyTruth, RewardConfig, RewardConfigError, RewardScorer,
+                                  RunningNorm, Scaling, Shaping, blend_shares, env_scores, evals_score, candidates_score,
+                                  judge_policy, scale_score)
+from rookworld_nb.rules import Candidate, EngineNotFound, Stockfish, env_step, find_stockfish, legal_moves
+from rookworld_nb.tasks import PolicyAnswer, env_prompt, format_env, format_policy, parse_env, policy_prompt, split_line
+
+FEN = 'r1bqkbnr/pppp1ppp/2n5/4p3/4P3/5N2/PPPP1PPP/RNBQKB1R w KQkq - 2 3'
+MOVES, EVALS = ('f1b5', 'd2d4', 'f1c4', 'b1c3', 'f1d3'), (.45, .28, .52, .28, .05)
+P, TARGET = split_line(format_policy(FEN, MOVES, EVALS))
+GOOD = ' M: f1c4 b1c3 f1b5 d2d4 f1d3 E: 0.52 0.28 0.45 0.28 0.05 B: f1c4'
+MIDDLING = ' M: f1b5 a2a3 b1c3 h2h4 f1b5 E: 0.1 0.0 0.3 -0.9 0.1 B: b1c3'
+BAD = ' M: f1b6 e4e5 a1a5 e1e3 d1d3 E: 9.9 9.9 9.9 9.9 9.9 B: e1e3'
+UNLISTED = ' M: f1b5 a2a3 b1c3 E: 0.1 0.0 B: a2a3'
+A = env_prompt(FEN, 'f1b5')
+NEW = env_step(FEN, 'f1b5').new_fen
+RIGHT, COPY, ILLEGAL = f'{NEW}+0.001+0+0', f'{FEN}+0.001+0+0', f'{FEN}+-1.0+0+1'
+NEAR = f'{NEW}+0.02+0+0'
+TRUTH = PolicyTruth.make(FEN, MOVES, EVALS)
+CFG = RewardConfig()
+BATTERY = ((P, GOOD), (P, MIDDLING), (P, BAD), (P, UNLISTED), (P, 'x'), (P, ' M: f1b5 E: 3.0 B: f1b5'),
+           (A, RIGHT), (A, COPY), (A, ILLEGAL), (A, NEAR), (A, 'x'), (A, f'{NEW}+1.0+1+0'), (A, f'{FEN}+0.001'))
+
+
+def rewards(cfg: RewardConfig, pairs=BATTERY, calls: int = 1) -> torch.Tensor:
+    """The rewards of the last of several identical calls."""
+    scorer = RewardScorer(cfg)
+    for _ in range(calls):
+        found = scorer([p for p, _ in pairs], [c for _, c in pairs], [TARGET if p == P else None for p, _ in pairs]).rewards
+    return found
+
+
+def policy(moves: str, evals: tuple = (), best: str | None = None) -> PolicyAnswer:
+    """A parsed answer with these moves."""
+    return PolicyAnswer(None, tuple(moves.split()), evals, best)
+
+
+# ---- every setting reaches the rewards
+
+SMOOTH = RewardConfig(shaping='continuous')
+CHANGES = {'shaping': 'binary', 'penalty': -.5, 'illegal_cost': 1., 'legal_credit': .3, 'eval_tolerance': .2, 'best_floor': .5,
+           'best_loss_scale': .02, 'unlisted_share': .9, 'reward_tolerance': .1, 'reward_warmup_steps': 10, 'normalize': True,
+           'normalize_momentum': .5, 'normalize_floor': 2.}
+
+
+@pytest.mark.parametrize('name', [field.name for field in fields(RewardConfig)])
+def test_each_field_moves_a_reward(name):
+    base = replace(SMOOTH, normalize=name.startswith('normalize_'))
+    change = CHANGES.get(name, 'quadratic' if name.endswith('_scaling') else 5.)
+    pairs = BATTERY
+    if name == 'normalize_momentum':  # matters from the second batch on, and where batches differ
+        results = []
+        for cfg in (base, replace(base, **{name: change})):
+            scorer = RewardScorer(cfg)
+            scorer([P], [GOOD], [TARGET])
+            results.append(scorer([P, P], [BAD, MIDDLING], [TARGET]*2).rewards)
+        assert not torch.equal(*results)
+    else:
+        assert not torch.equal(rewards(base, pairs), rewards(replace(base, **{name: change}), pairs))
+
+
+@pytest.mark.parametrize('name, value', [
+    ('shaping', 'stepwise'), ('fen_scaling', 'cubic'), ('best_weight', -1.), ('penalty', -2.), ('penalty', .1),
+    ('policy_format_weight', 0.), ('eval_tolerance', 0.), ('best_floor', 1.5), ('evals_weight', math.nan),
+    ('reward_warmup_steps', -1), ('normalize_floor', math.inf)])
+def test_bad_settings_are_named(name, value):
+    with pytest.raises(RewardConfigError, match=name):
+        RewardConfig(**{name: value})
+
+
+# ---- no text escapes
+
+SCALINGS = [field.name for field in fields(RewardConfig) if field.name.endswith('_scaling')]
+PIECES = st.sampled_from(['M:', 'E:', 'B:', 'P:', 'A:', ' ', '  ', '+', '\n', '<|endoftext|>', 'e2e4', 'f1c4', 'f1b5', 'a9a9', 'e7e8q',
+                          '0.5', '-999.79', '1e9', 'nan', 'inf', '-', '.', '0', '1', NEW, FEN, '/', '♔', '\x00', '9'*30])
+TEXTS = st.one_of(st.text(max_size=80), st.lists(PIECES, max_size=16).map(''.join), st.lists(PIECES, max_size=16).map(' '.join))
+
+
+@settings(max_examples=150, deadline=None)
+@given(text=TEXTS, shaping=st.sampled_from(get_args(Shaping)), scaling=st.sampled_from(get_args(Scaling)))
+def test_any_text_is_paid_within_range(text, shaping, scaling):
+    cfg = RewardConfig(shaping=shaping, **{name: scaling for name in SCALINGS})
+    scores = RewardScorer(cfg)([P, A], [text, text], [TARGET, None])
+    assert ((scores.rewards >= torch.tensor(-.3)) & (scores.rewards <= 1)).all()
+    parts = scores.components.to_numpy()[:, 1:-1].astype(float)
+    assert ((parts >= 0) & (parts <= 1) | np.isnan(parts)).all()
+
+
+def test_numbers_too_large_to_mean_anything():
+    huge = ' M: f1b5 f1c4 E: 999999999 -999999999.999999999 B: f1c4'
+    assert -.3 <= rewards(SMOOTH, [(P, huge), (A, f'{NEW}+999999999+0+0')]).min()
+
+
+# ---- what is right, and how much
+
+@pytest.mark.parametrize('shaping', ['graduated', 'continuous', 'linear', 'ladder'])
+def test_good_middling_and_bad_differ(shaping):
+    policy_rewards = rewards(RewardConfig(shaping=shaping), [(P, GOOD), (P, MIDDLING), (P, BAD), (P, 'x')])
+    env_rewards = rewards(RewardConfig(shaping=shaping), [(A, RIGHT), (A, ILLEGAL), (A, f'{FEN}+0.001'), (A, 'x')])
+    for found in (policy_rewards, env_rewards[[0, 1, 3]]):
+        assert (found.diff() < 0).all()
+    assert policy_rewards[0] == env_rewards[0] == 1
+    if shaping != 'ladder':
+        assert policy_rewards[3] == torch.tensor(-.3)
+
+
+def test_graduated_steps_and_unreadable():
+    assert rewards(CFG, [(P, GOOD), (P, MIDDLING), (P, BAD), (P, ' M: f1c4 f1b5 E: 0.52 0.45'), (P, '')]).tolist() \
+        == pytest.approx([1, .6, .2, -.3, -.3])
+    assert rewards(CFG, [(A, RIGHT), (A, COPY), (A, ILLEGAL), (A, RIGHT + '+0'), (A, '')]).tolist() \
+        == pytest.approx([1, .8, .6, -.3, -.3])
+
+
+def random_line(rng: random.Random) -> tuple[str, str, str]:
+    """A prompt, a target and the same target in another order, from a random position."""
+    board = chess.Board()
+    for _ in range(rng.randrange(60)):
+        if not (moves := list(board.legal_moves)):
+            break
+        board.push(rng.choice(moves))
+    if not list(board.legal_moves):
+        return random_line(rng)
+    listed = rng.sample(sorted(legal_moves(board.fen())), min(5, board.legal_moves.count()))
+    evals = [rng.choice([round(rng.gauss(0, 3), 2), 999.97, -999.79]) for _ in listed]
+    pairs = list(zip(listed, evals))
+    best = max(evals)
+    rng.shuffle(pairs)
+    other = f" M: {' '.join(m for m, _ in pairs)} E: {' '.join(str(e) for _, e in pairs)} B: {[m for m, e in pairs if e == best][0]}"
+    return *split_line(format_policy(board.fen(), listed, evals)), other
+
+
+@pytest.mark.parametrize('shaping', get_args(Shaping))
+def test_a_perfect_answer_earns_everything_in_any_order(shaping):
+    rng = random.Random(0)
+    prompts, targets, others = zip(*(random_line(rng) for _ in range(60)))
+    scorer = RewardScorer(RewardConfig(shaping=shaping))
+    assert scorer(prompts, targets, targets).rewards.eq(1).all()
+    assert scorer(prompts, others, targets).rewards.eq(1).all()
+
+
+def test_a_position_with_one_legal_move_can_be_answered():
+    fen = '7k/8/8/8/8/8/1r6/K7 w - - 0 1'
+    assert legal_moves(fen) == {'a1b2'}
+    assert RewardScorer()([policy_prompt(fen)], ['M: a1b2 E: 0.0 B: a1b2'], ['M: a1b2 E: 0.0 B: a1b2']).rewards == 1
+
+
+def test_the_stored_best_label_is_not_believed():
+    wrong = TARGET.replace('B: f1c4', 'B: f1d3')
+    table = RewardScorer()([P, P], [GOOD, GOOD.replace('B: f1c4', 'B: f1d3')], [wrong]*2).components
+    assert table['best'][0] == 1 > table['best'][1]
+
+
+def test_best_moves_are_ordered():
+    credit = {move: judge_policy(f'B: {move}', TRUTH, CFG).scores[3] for move in sorted(TRUTH.legal) + ['a1a8']}
+    unlisted = {value for move, value in credit.items() if move in TRUTH.legal and move not in TRUTH.pawns}
+    assert credit['f1c4'] == 1 > credit['f1b5'] > credit['d2d4'] == credit['b1c3'] > credit['f1d3'] > max(unlisted)
+    assert len(unlisted) == 1 and min(unlisted) > credit['a1a8'] == 0
+
+
+def test_a_lost_queen_is_worth_little_but_more_than_an_illegal_move():
+    truth = PolicyTruth.make(FEN, ('f1b5', 'd2d4'), (999.99, -999.99))
+    thrown, unlisted, illegal = (judge_policy(f'B: {move}', truth, CFG).scores[3] for move in ('d2d4', 'a2a3', 'a1a8'))
+    assert .3 > thrown > unlisted > .05 > illegal == 0
+
+
+def test_equal_evaluations_share_the_best():
+    truth = PolicyTruth.make(FEN, MOVES, (.5, .5, .1, .1, .1))
+    assert truth.best == {'f1b5', 'd2d4'}
+
+
+# ---- shortcuts that must not pay
+
+@settings(max_examples=100, deadline=None)
+@given(listed=st.lists(st.sampled_from([*MOVES, 'a2a3', 'h2h4', 'a1a8', 'e1e3']), max_size=7),
+       extra=st.sampled_from([*MOVES, 'a1a8', 'b1b2']))
+def test_no_repeated_or_illegal_move_raises_the_overlap(listed, extra):
+    if extra in listed or extra not in TRUTH.legal:
+        more = PolicyAnswer(None, (*listed, extra), (), None)
+        assert candidates_score(more, TRUTH, CFG) <= candidates_score(PolicyAnswer(None, tuple(listed), (), None), TRUTH, CFG)
+
+
+def test_illegal_costs_more_than_legal_and_unlisted():
+    assert candidates_score(policy('f1b5 d2d4 a2a3'), TRUTH, CFG) == .4
+    assert candidates_score(policy('f1b5 d2d4 a1a8'), TRUTH, CFG) == pytest.approx(.3)
+    assert candidates_score(policy('f1b5 d2d4 d2d4'), TRUTH, CFG) == pytest.approx(.3)
+    assert candidates_score(policy(' '.join(sorted(TRUTH.legal))), TRUTH, CFG) < 1
+
+
+@settings(max_examples=100, deadline=None)
+@given(order=st.permutations(list(zip(MOVES, EVALS))), keep=st.integers(0, 5), noise=st.floats(-5, 5))
+def test_listing_fewer_matched_moves_never_raises_the_evaluations(order, keep, noise):
+    moves, evals = [m for m, _ in order], tuple(e + noise for _, e in order)
+    full = evals_score(policy(' '.join(moves), evals), TRUTH, CFG)
+    assert evals_score(policy(' '.join(moves[:keep]), evals[:keep]), TRUTH, CFG) <= full + 1e-12
+
+
+def test_evaluations_are_compared_as_win_probabilities():
+    truth = PolicyTruth.make(FEN, MOVES, (999.97,)*5)
+    nine, two = (evals_score(policy(' '.join(MOVES), (value,)*5), truth, CFG) for value in (9., 2.))
+    assert nine > .9 > two
+
+
+@pytest.mark.parametrize('prompt, text', [(P, f'{P}{TARGET}'), (P, f'P: {NEW} M: a7a6 a7a5 E: 0.0 0.0 B: a7a6'),
+                                          (A, f'{A}{RIGHT}'), (A, f'{FEN}+f1b5+f1b5+{RIGHT}')])
+def test_an_answer_may_not_bring_its_own_question(prompt, text):
+    scores = RewardScorer()([prompt], [text], [TARGET if prompt == P else None])
+    assert scores.rewards == torch.tensor(-.3) and scores.components['raw'][0] < .01
+
+
+@pytest.mark.parametrize('prompt, text', [(P, GOOD), (A, RIGHT), (P, BAD), (A, COPY)])
+def test_nothing_behind_the_end_token_counts(prompt, text):
+    tails = ['', '<|endoftext|>', '<|endoftext|> M: a1a1+x+<|endoftext|>', '<|endoftext|>A: +++++']
+    assert len(rewards(SMOOTH, [(prompt, text + tail) for tail in tails]).unique()) == 1
+    assert rewards(SMOOTH, [(prompt, '<|endoftext|>' + text)]) == rewards(SMOOTH, [(prompt, '')])
+
+
+# ---- task A
+
+def edit_distance(a: str, b: str) -> int:
+    """The textbook recurrence."""
+    row = list(range(len(b) + 1))
+    for i, x in enumerate(a, 1):
+        last, row[0] = row[0], i
+        for j, y in enumerate(b, 1):
+            last, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, last + (x != y))
+    return row[-1]
+
+
+@settings(max_examples=50, deadline=None)
+@given(text=st.text('rnbqkp/12345678 w-KQ', max_size=70).map(str.strip))
+def test_similarity_equals_the_textbook(text):
+    answer, truth = parse_env(f'{text}+0.001+0+0'), env_step(FEN, 'f1b5')
+    written = ' '.join(text.split())
+    expected = 1 - edit_distance(written, NEW)/max(len(written), len(NEW))
+    assert env_scores(answer, truth, CFG)[1] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize('fen, uci', [(FEN, 'f1b5'), (FEN, 'f1b6'), (FEN, 'e4'), ('6k1/5ppp/8/8/8/8/8/R6K w - - 0 1', 'a1a8'),
+                                      ('7k/8/6K1/8/8/8/8/5Q2 w - - 0 1', 'f1f7')])
+def test_rules_and_stored_targets_agree(fen, uci):
+    step = env_step(fen, uci)
+    prompt, target = split_line(format_env(fen, uci, None, *step))
+    texts = [target, f'{fen}+0.001+0+0', f'{fen}+-1.0+0+1']
+    live, stored = RewardScorer()([prompt]*3, texts), RewardScorer()([prompt]*3, texts, [target]*3)
+    assert live.components.equals(stored.components) and live.rewards[0] == 1
+    assert torch.equal(RewardScorer()([prompt[3:]]*3, texts).rewards, live.rewards)  # a prompt without its prefix
+
+
+# ---- where the truth comes from
+
+class Oracle:
+    """An engine that knows one position and counts the questions."""
+    def __init__(self):
+        self.asked = []
+
+    def analyse(self, fen):
+        self.asked.append(fen)
+        return tuple(Candidate(*pair) for pair in zip(MOVES, EVALS)) if fen == FEN else ()
+
+
+def test_engine_and_stored_target_agree_and_each_position_is_asked_once():
+    engine = Oracle()
+    live = RewardScorer(engine=engine)([P]*8, [GOOD, MIDDLING, BAD, 'x']*2)
+    assert live.components.equals(RewardScorer()([P]*8, [GOOD, MIDDLING, BAD, 'x']*2, [TARGET]*8).components)
+    assert engine.asked == [FEN]
+    RewardScorer(engine=engine)([P, A], [GOOD, RIGHT], [TARGET, None])
+    assert len(engine.asked) == 1
+
+
+def test_without_any_truth_nothing_is_scored():
+    scorer = RewardScorer()
+    with pytest.raises(MissingTarget, match='engine'):
+        scorer([A, P], [RIGHT, GOOD])
+    with pytest.raises(MissingTarget, match='engine'):
+        scorer([P, P], [GOOD, GOOD], [TARGET, None])
+    with pytest.raises(MissingTarget, match='over'):
+        RewardScorer(engine=Oracle())([policy_prompt('7k/5Q2/6K1/8/8/8/8/8 b - - 0 1')], [GOOD])
+    assert scorer.step == 0
+
+
+@pytest.mark.parametrize('prompt, target', [(P, 'M: e2e4 E: B: e2e4'), (P, ''), (A, f'{NEW}+0.001+0'), (A, TARGET), (P, RIGHT)])
+def test_unreadable_targets_are_named(prompt, target):
+    with pytest.raises(BadTarget):
+        RewardScorer()([prompt], [GOOD], [target])
+
+
+@pytest.mark.parametrize('prompt', ['hello', 'P: hello', 'A: hello', 'A: x+y+z+', 'P: 8/8/8/8/8/8/8/8 w - - 0 1'])
+def test_bad_prompts_are_errors(prompt):
+    with pytest.raises(ValueError):
+        RewardScorer(engine=Oracle())([prompt], [GOOD])
+
+
+def test_lengths_must_agree_and_nothing_is_fine():
+    with pytest.raises(BadTarget, match='2 prompts, 1 completions'):
+        RewardScorer()([P, P], [GOOD])
+    with pytest.raises(BadTarget, match='3 targets'):
+        RewardScorer()([P], [GOOD], [TARGET]*3)
+    assert RewardScorer()([], []).rewards.shape == (0,)
+
+
+def test_stockfish_agrees_with_itself():
+    try:
+        path = find_stockfish()
+    except EngineNotFound:
+        pytest.skip('no Stockfish here')
+    with Stockfish(path, nodes=500) as engine:
+        lines = engine.analyse(FEN)
+        answer = split_line(format_policy(FEN, [c.uci for c in lines], [c.pawns for c in lines]))[1]
+        assert RewardScorer(engine=engine)([P, P], [answer, BAD]).rewards.tolist() == pytest.approx([1, .2])
+
+
+# ---- curriculum, normalisation, state
+
+def test_warmup_blends_content_in():
+    cfg = replace(SMOOTH, reward_warmup_steps=4)
+    shares = [blend_shares(cfg, step)['P'] for step in range(6)]
+    assert shares[0] == (1, 0, 0, 0) and shares[4] == shares[5] == blend_shares(SMOOTH, 0)['P']
+    assert all(sum(share) == pytest.approx(1) for share in shares)
+    assert shares[2] == pytest.approx([2/5.25, .75/5.25, .5/5.25, 2/5.25])
+    seen = [rewards(cfg, [(P, BAD)], calls).item() for calls in range(1, 7)]
+    assert seen[0] == 1 and seen[:5] == sorted(seen[:5], reverse=True) and seen[4] == seen[5] and len(set(seen)) == 5
+
+
+def test_normalisation_by_hand():
+    norm = RunningNorm(momentum=.9, floor=.05)
+    assert torch.allclose(norm(torch.tensor([0., 1.])), torch.tensor([-1., 1.]))
+    second = norm(torch.tensor([.2, .4]))
+    mean, std = .9*.5 + .1*.3, .9*.5 + .1*.1
+    assert torch.allclose(second, (torch.tensor([.2, .4]) - mean)/std)
+    assert RunningNorm()(torch.tensor([.7])) == 0
+
+
+def test_normalisation_is_per_task_once_per_batch_and_outside_the_table():
+    scorer = RewardScorer(replace(SMOOTH, normalize=True))
+    pairs = [(P, GOOD), (P, BAD), (A, RIGHT), (A, COPY)]
+    first = scorer([p for p, _ in pairs], [c for _, c in pairs], [TARGET, TARGET, None, None])
+    assert torch.allclose(first.rewards, torch.tensor([1., -1, 1, -1]), atol=1e-4)
+    assert first.components['reward'].between(-.3, 1).all()
+    before = scorer.state_dict()['norms']['A']
+    scorer([P], [GOOD], [TARGET])
+    assert scorer.state_dict()['norms']['A'] == before != scorer.state_dict()['norms']['P']
+
+
+def test_a_resumed_scorer_continues():
+    cfg = replace(SMOOTH, normalize=True, reward_warmup_steps=7)
+    one, two = RewardScorer(cfg), RewardScorer(cfg)
+    batches = [[GOOD, BAD], [MIDDLING, BAD], [MIDDLING, GOOD], [BAD, 'x']]
+    def run(scorer, part): return [scorer([P]*2, texts, [TARGET]*2).rewards for texts in part]
+    whole = run(one, batches)
+    run(two, batches[:2])
+    resumed = RewardScorer(cfg)
+    resumed.load_state_dict(two.state_dict())
+    assert all(torch.equal(a, b) for a, b in zip(whole[2:], run(resumed, batches[2:])))
+
+
+def test_evaluation_uses_one_yardstick_and_leaves_no_trace():
+    scorer = RewardScorer(replace(SMOOTH, normalize=True, reward_warmup_steps=7), Oracle())
+    state = scorer.state_dict()
+    yardstick = scorer.for_evaluation()
+    first = yardstick([P, P], [MIDDLING, BAD]).rewards
+    assert torch.equal(first, yardstick([P, P], [MIDDLING, BAD]).rewards)
+    assert torch.equal(first, RewardScorer(SMOOTH)([P, P], [MIDDLING, BAD], [TARGET]*2).rewards)
+    assert scorer.state_dict() == state
+
+
+# ---- the table
+
+def test_components_belong_to_their_task():
+    table = RewardScorer()([P, A], [GOOD, RIGHT], [TARGET, None]).components
+    assert list(table['task']) == ['P', 'A']
+    assert table.loc[0, ['fen', 'flags', 'reward_value']].isna().all() and table.loc[1, ['candidates', 'evals', 'best']].isna().all()
+    assert table.drop(columns='task').dtypes.eq('float64').all()
+
+
+@pytest.mark.parametrize('scaling', get_args(Scaling))
+def test_scalings_are_monotone_and_keep_the_ends(scaling):
+    values = [scale_score(i/200, scaling) for i in range(201)]
+    assert values == sorted(values) and values[0] == pytest.approx(0) and values[-1] == pytest.approx(1)
