@@ -1,0 +1,448 @@
+"""The command line: every flag arrives, every mistake costs one line, every command does what it says."""
+import dataclasses
+import importlib
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+from types import NoneType
+from typing import Literal, get_args, get_origin
+
+import pytest
+import torch
+
+from rookworld_nb import cli
+from rookworld_nb.cli import COMMANDS, REQUIRED, UsageError, as_text, flags_of, main, parse_value
+from rookworld_nb.model import GPT, GPTConfig
+from rookworld_nb.pretrain import board_tokenizer
+from rookworld_nb.rewards import RewardScorer
+from rookworld_nb.rules import Candidate, EngineNotFound, env_step, find_stockfish, legal_moves
+from rookworld_nb.tasks import env_prompt, format_env
+from rookworld_nb.weights import save_pretrained
+
+START = 'rnbqkbnr/pppppppp/8/8/8/8/PPPPPPPP/RNBQKBNR w KQkq - 0 1'
+SCRIPT = Path(sys.executable).parent/'rookworld'
+POLICY = ' M: e2e4 d2d4 g1f3 c2c4 b1c3 E: 0.3 0.3 0.2 0.1 0.0 B: e2e4'
+
+
+@pytest.fixture(scope='module')
+def tiny(tmp_path_factory) -> str:
+    """A folder with a random model of one small layer."""
+    tokenizer = board_tokenizer()
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(n_layer=1, n_head=2, n_embd=16, vocab_size=tokenizer.get_vocab_size(), n_positions=256))
+    return str(save_pretrained(model, tokenizer, tmp_path_factory.mktemp('tiny')/'model'))
+
+
+@pytest.fixture
+def cwd(tmp_path, monkeypatch) -> Path:
+    """An empty working directory."""
+    (tmp_path/'here').mkdir()
+    monkeypatch.chdir(tmp_path/'here')
+    return tmp_path/'here'
+
+
+@pytest.fixture
+def call(capsys, monkeypatch):
+    """Run a command; the exit code, the lines of its output, the text of its errors."""
+    def run(*words: str, stdin: str = '') -> tuple[int, list[str], str]:
+        import io
+        monkeypatch.setattr(sys, 'stdin', io.StringIO(stdin))
+        code = main([str(word) for word in words])
+        done = capsys.readouterr()
+        return code, done.out.splitlines(), done.err
+    return run
+
+
+def env_lines(n: int, seed: int = 0) -> list[str]:
+    """A: lines of one random game."""
+    rng, fen, lines = random.Random(seed), START, []
+    while len(lines) < n and legal_moves(fen):
+        uci = rng.choice(sorted(legal_moves(fen)))
+        step = env_step(fen, uci)
+        lines.append(format_env(fen, uci, None, *step))
+        fen = step.new_fen
+    return lines
+
+
+def sources(name: str) -> list:
+    """The function of a command and its configurations."""
+    places = [place.split(':') for place in COMMANDS[name].configs.values()]
+    return [COMMANDS[name].run, *(getattr(importlib.import_module(module), cls) for module, cls in places)]
+
+
+# ---- flags
+
+@pytest.mark.parametrize('name', COMMANDS)
+def test_every_flag_has_help_and_shows_its_default(name, call, monkeypatch):
+    monkeypatch.setenv('COLUMNS', '1000')  # no wrapping
+    code, lines, _ = call(name, '--help')
+    text = ' '.join(' '.join(lines).split())
+    assert code == 0
+    for source in sources(name):
+        for flag in flags_of(source).values():
+            after = '' if flag.many else ' (required)' if flag.default is REQUIRED else f' (default: {as_text(flag.default)})'
+            assert flag.word in text and len(flag.help) > 4 and flag.help + after in text, flag
+
+
+@pytest.mark.parametrize('name', COMMANDS)
+def test_flags_do_not_collide(name):
+    words = [flag.word for source in sources(name) for flag in flags_of(source).values()]
+    assert len(words) == len(set(words)) and '--config' not in words and '--help' not in words
+
+
+def other_values(kind, default) -> list:
+    """Values of a kind that differ from a default."""
+    options = [option for option in get_args(kind) if option not in (NoneType, ...)]
+    if get_origin(kind) is Literal or kind is bool:
+        return [value for value in options or (True, False) if value != default]
+    if get_origin(kind) is tuple:
+        return [(value,) for value in other_values(options[0], None) if (value,) != default]
+    if options:
+        return other_values(options[0], default)
+    values = {int: [2, 3, 8, 16, 1], float: [.25, .75, .5, 1.5, 20., -.5], str: ['cpu', 'nano', 'else'], Path: [Path('x')]}
+    return [value for value in values[kind] if value != default]
+
+
+@pytest.mark.parametrize('name', COMMANDS)
+def test_every_flag_arrives(name, monkeypatch, cwd):
+    """Set each flag alone, as a word and in a file: exactly that setting changes, and it reaches the command."""
+    received = {}
+    run, configs = COMMANDS[name].run, COMMANDS[name].configs
+    kinds = [flag for source in sources(name) for flag in flags_of(source).values() if not flag.many]
+
+    def record(*words, **settings):
+        received.clear()
+        for parameter, value in settings.items():
+            received.update(vars(value) if parameter in configs else {parameter: value})
+    monkeypatch.setattr(cli, 'flags_of', lambda target: flags_of(run if target is record else target))
+    record.__doc__ = run.__doc__
+    monkeypatch.setitem(COMMANDS, name, cli.Command(record, configs))
+    assert main([name]) == 0
+    before = dict(received)
+    for flag in kinds:
+        arrived = []
+        for value in other_values(flag.kind, flag.default):
+            switch = flag.word if value else flag.word.replace('--', '--no-')
+            words = [switch] if flag.kind is bool else [flag.word, as_text(value)]
+            if main([name, *words]) != 0:
+                continue  # a value that the configuration refuses
+            assert received[flag.name] == value
+            assert {k: v for k, v in received.items() if k != flag.name and before.get(k, flag) != v and k in before} == {}
+            toml = as_text(value) if flag.kind is bool else json.dumps(as_text(value))
+            Path('settings.toml').write_text(f'{flag.word[2:]} = {toml}\n')
+            assert main([name, '--config', 'settings.toml']) == 0 and received[flag.name] == value
+            arrived.append(value)
+            break
+        assert arrived, f'{flag.word}: no value was accepted'
+
+
+def test_values_survive_the_way_through_text():
+    for kind, value in ((int, -3), (float, 1e-5), (float, float('inf')), (bool, False), (Path | None, None), (Path, Path('a b')),
+                        (tuple[float, ...], (0., .7)), (Literal['a', 'b'], 'b'), (int | None, 4), (tuple[str, ...], ())):
+        assert parse_value(kind, as_text(value)) == value
+
+
+@pytest.mark.parametrize('kind, text', [(int, '1.0'), (int, ''), (float, 'nan'), (float, '1,5'), (bool, 'True'), (bool, '1'),
+                                        (Literal[1, 2], '3'), (tuple[int, ...], '1,x'), (float | None, 'null'), (Path, '')])
+def test_wrong_values_are_refused(kind, text):
+    with pytest.raises(UsageError):
+        parse_value(kind, text)
+
+
+def test_flags_overrule_the_file_and_the_file_the_defaults(call, cwd):
+    (cwd/'a.toml').write_text('n = 5\nseed = 3\n')
+    expected = call('positions', '--n', '6', '--seed', '3')
+    assert call('positions', '--config', 'a.toml', '--n', '6') == expected
+    assert call('positions', '--n', '6', '--config=a.toml') == expected
+    assert len(call('positions', '--config', 'a.toml')[1]) == 5
+
+
+def test_inherited_fields_keep_their_comments():
+    assert [flag.help for flag in flags_of(Child).values()] == ['of the parent', 'of the child']
+
+
+@dataclasses.dataclass(frozen=True)
+class Parent:
+    first: int = 1  # of the parent
+
+
+@dataclasses.dataclass(frozen=True)
+class Child(Parent):
+    second: tuple[int, ...] = dataclasses.field(default_factory=lambda: (1, 2))  # of the child
+
+
+# ---- mistakes
+
+ROW = json.dumps({'prompt': env_prompt(START, 'e2e4'), 'completion': ''})
+MISTAKES = [
+    ('', '', ['train', 'positions']),
+    ('trian', '', ['trian', 'train']),
+    ('--help-me', '', ['--help-me', 'train']),
+    ('positions --sed 3', '', ['--sed', '--seed']),
+    ('positions --se 3', '', ['--se']),
+    ('positions extra', '', ['extra']),
+    ('positions --n', '', ['--n']),
+    ('positions --n ten', '', ['--n', 'ten', 'whole number']),
+    ('positions --n 0', '', ['0', 'at least 1']),
+    ('positions --n 100000', '', ['100000', 'at most']),
+    ('positions --seed=1.5', '', ['--seed', '1.5']),
+    ('positions --config no.toml', '', ['no.toml']),
+    ('positions --config bad.toml', '', ['bad.toml', 'TOML']),
+    ('positions --config key.toml', '', ['key.toml', 'seeds', 'seed']),
+    ('positions --config table.toml', '', ['table.toml', 'n', 'table']),
+    ('positions --config value.toml', '', ['value.toml', 'n', 'many']),
+    ('generate', '', ['no prompts']),
+    ('generate hello', '', ['hello', 'P: ']),
+    ('generate --temperature -1 P:x', '', ['temperature', '-1']),
+    ('generate --temperature nan P:x', '', ['--temperature', 'nan']),
+    ('generate --group-size 0 P:x', '', ['group_size', '0']),
+    ('generate --max-new-tokens 0 P:x', '', ['max_new_tokens', '0']),
+    ('generate --batch 0 P:x', '', ['--batch', '0']),
+    ('generate --device tpu P:x', '', ['--device', 'tpu', 'cpu']),
+    ('generate --device cuda:99 P:x', '', ['--device', 'cuda:99', 'cpu']),
+    ('generate --model no/such/folder P:x', '', ['no/such/folder']),
+    ('generate --model here P:x', '', ['here']),
+    ('score', '', ['no rows']),
+    ('score no.jsonl', '', ['no.jsonl']),
+    ('score', ROW + '\nnonsense', ['line 2', 'JSON']),
+    ('score', ROW + '\n{"prompt": "P: x"}', ['line 2', 'completion']),
+    ('score', ROW + '\n[1]', ['line 2', 'object']),
+    ('score', ROW[:-1] + ', "target": 3}', ['line 1', 'target', '3']),
+    ('score', ROW + '\n{"prompt": "hello", "completion": ""}', ['hello']),
+    ('score', json.dumps({'prompt': f'P: {START}', 'completion': ''}), [START]),
+    ('score --shaping cubic', ROW, ['--shaping', 'cubic', 'graduated']),
+    ('score --penalty 1', ROW, ['penalty', '1']),
+    ('score --nodes 0 --engine', ROW, ['nodes', '0']),
+    ('score --stockfish-path no/engine', ROW, ['no/engine']),
+    ('label', '', ['no FENs']),
+    ('label --output out.txt', 'hello', ['position 1', 'hello']),
+    ('label --output out.txt', START + '\n' + START.replace('k', 'q'), ['position 2']),
+    ('label --output out.txt --processes 0', START, ['0']),
+    ('label --output out.txt --nodes -5', START, ['nodes', '-5']),
+    ('label --output out.txt --stockfish-path no/engine', START, ['no/engine']),
+    ('label --output no/folder/out.txt', START, ['no/folder']),
+    ('eval --suite chess', '', ['--suite', 'chess', 'policy, env']),
+    ('eval --data no.txt', '', ['no.txt']),
+    ('eval --data bad.toml', '', ['bad.toml', 'malformed']),
+    ('eval --data lines.txt --limit 0', '', ['--limit', '0']),
+    ('eval --data lines.txt --temperature 0,x', '', ['--temperature', 'x']),
+    ('eval --data lines.txt --temperature=-1', '', ['temperature', '-1']),
+    ('eval --data lines.txt --samples-per-prompt 0', '', ['--samples-per-prompt', '0']),
+    ('eval --data lines.txt --max-new-tokens 0', '', ['--max-new-tokens', '0']),
+    ('eval --data lines.txt --batch 0', '', ['--batch', '0']),
+    ('eval --data lines.txt --model no/such/folder', '', ['no/such/folder']),
+    ('pretrain --steps 0', '', ['steps', '0']),
+    ('pretrain --lr fast', '', ['--lr', 'fast']),
+]
+
+
+@pytest.mark.parametrize('words, stdin, named', MISTAKES, ids=[f'{i} {row[0]}' for i, row in enumerate(MISTAKES)])
+def test_a_mistake_costs_one_line_and_creates_nothing(words, stdin, named, call, cwd, monkeypatch):
+    (cwd/'bad.toml').write_text('n = = 3')
+    (cwd/'key.toml').write_text('seeds = 3')
+    (cwd/'table.toml').write_text('[n]\nx = 3')
+    (cwd/'value.toml').write_text('n = "many"')
+    (cwd/'lines.txt').write_text('\n'.join(env_lines(2)))
+    monkeypatch.setattr('rookworld_nb.rules.find_stockfish', lambda path=None: find_engine(path))
+    before = sorted(cwd.rglob('*'))
+    code, lines, errors = call(*words.split(), stdin=stdin)
+    assert code == 2 and lines == []
+    message = errors.splitlines()[-1]
+    assert len([line for line in errors.splitlines() if not line.endswith('malformed lines') and 'skipped' not in line]) == 1
+    assert message.startswith('rookworld') and all(part in message for part in named), message
+    assert len(message) < 400 and sorted(cwd.rglob('*')) == before
+
+
+def find_engine(path: str | None) -> str:
+    """An engine that is always there, unless another one is asked for."""
+    return find_stockfish(path) if path else sys.executable
+
+
+def test_an_unknown_flag_lists_all_where_none_is_close(call):
+    message = call('positions', '--xyzzy')[2]
+    assert all(word in message for word in ('--xyzzy', '--n', '--seed', '--config', '--help'))
+
+
+def test_only_mistakes_of_the_user_are_hidden(call, monkeypatch):
+    for error, expected in ((UsageError('bad'), 2), (EngineNotFound('none'), 2), (KeyboardInterrupt(), 130),
+                            (FileNotFoundError(2, 'No such file', 'x'), 2)):
+        monkeypatch.setitem(COMMANDS, 'positions', cli.Command(raiser(error)))
+        code, _, errors = call('positions')
+        assert code == expected and len(errors.splitlines()) == 1
+    for error in (ValueError('ours'), KeyError('ours'), RuntimeError('ours'), OSError('disk')):
+        monkeypatch.setitem(COMMANDS, 'positions', cli.Command(raiser(error)))
+        with pytest.raises(type(error)):
+            call('positions')
+
+
+def raiser(error: BaseException):
+    """A command that fails."""
+    def command():
+        "Fail."
+        raise error
+    return command
+
+
+# ---- the installed command
+
+def test_help_needs_no_torch():
+    program = "import sys; from rookworld_nb.cli import main; main(['--help']); main(['positions', '--help']); main(['x'])\n" \
+              "print({'torch', 'pandas', 'matplotlib', 'chess'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, '-c', program], capture_output=True, text=True, timeout=120)
+    assert done.stdout.splitlines()[-1] == 'set()', done.stderr
+    assert all(name in done.stdout for name in COMMANDS)
+
+
+def test_the_script_passes_the_exit_code_on(tmp_path):
+    done = subprocess.run([SCRIPT, 'trian'], capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, '', 1)
+    done = subprocess.run([SCRIPT, '--version'], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and done.stdout.startswith('rookworld_nb ')
+
+
+def test_a_reader_may_leave_early():
+    done = subprocess.run(f'{SCRIPT} positions --n 300 | head -n 1', shell=True, capture_output=True, text=True, timeout=120)
+    assert len(done.stdout.splitlines()) == 1 and done.stderr == ''
+
+
+# ---- positions, generate, score
+
+def test_positions_are_a_function_of_the_seed(call):
+    first, again, other = (call('positions', '--n', '20', '--seed', seed)[1] for seed in (1, 1, 2))
+    assert first == again != other
+    phases = [json.loads(line)['phase'] for line in first]
+    assert phases == ['opening']*4 + ['middlegame']*12 + ['endgame']*4
+
+
+def test_generate_keeps_the_order_whatever_the_batch(call, tiny):
+    prompts = [line.rsplit('+', 4)[0] + '+' for line in env_lines(5)] + [f'P: {START}']
+    words = ['generate', '--model', tiny, '--max-new-tokens', '6', '--json']
+    rows = [json.loads(line) for line in call(*words, '--batch', '2', stdin='\n'.join(prompts))[1]]
+    assert [row['prompt'] for row in rows] == prompts
+    together = [json.loads(line) for line in call(*words, *prompts)[1]]
+    assert [row['completion'] for row in rows] == [row['completion'] for row in together]
+    for row in rows:
+        assert row['logprob'] == pytest.approx(sum(row['logprobs'])) and 1 <= len(row['logprobs']) <= 6
+        assert max(row['logprobs']) < 0 and '<|endoftext|>' not in row['completion']
+
+
+def test_generate_samples_groups_with_a_seed(call, tiny):
+    words = ['generate', '--model', tiny, '--max-new-tokens', '4', '--group-size', '3', '--temperature', '1', f'P: {START}',
+             env_prompt(START, 'e2e4')]
+    first, again, other = (call(*words, '--seed', seed)[1] for seed in (0, 0, 1))
+    assert first == again != other and len(first) == 6
+    assert all(f'P: {START}' in line for line in first[:3]) and all('A: ' in line for line in first[3:])
+
+
+def test_score_keeps_rows_order_and_extra_keys(call):
+    rng = random.Random(0)
+    rows = [{'prompt': line.rsplit('+', 4)[0] + '+', 'completion': line.split('+', 3)[3][:rng.randint(0, 80)], 'id': i}
+            for i, line in enumerate(env_lines(60))]
+    rows += [{'prompt': f'P: {START}', 'completion': POLICY[:rng.randint(0, 70)], 'target': POLICY, 'id': 60 + i} for i in range(40)]
+    rng.shuffle(rows)
+    code, lines, _ = call('score', stdin='\n'.join(map(json.dumps, rows)))
+    scored = [json.loads(line) for line in lines]
+    assert code == 0 and [{k: v for k, v in row.items() if k not in ('reward', 'components')} for row in scored] == rows
+    expected = RewardScorer()([r['prompt'] for r in rows], [r['completion'] for r in rows], [r.get('target') for r in rows])
+    assert [row['reward'] for row in scored] == expected.rewards.tolist()
+    assert {row['components']['task'] for row in scored} == {'P', 'A'}
+    assert all(set(row['components']) == {'task', 'format', *parts, 'raw'} for row in scored
+               for parts in [('candidates', 'evals', 'best') if row['prompt'][0] == 'P' else ('fen', 'flags', 'reward_value')])
+
+
+def test_score_reads_files_and_settings(call, cwd):
+    (cwd/'rows.jsonl').write_text(ROW + '\n\n' + ROW + '\n')
+    rewards = [json.loads(line)['reward'] for line in call('score', 'rows.jsonl', '--penalty', '-0.5')[1]]
+    assert rewards == [-.5, -.5]
+
+
+# ---- label
+
+class Engines:
+    """Stands in for a pool of engines: the first five legal moves, each a pawn worse."""
+    asked = 0
+
+    def __init__(self, workers: int, **options) -> None:
+        self.options = options
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *failure) -> None:
+        pass
+
+    def analyse_many(self, fens: list[str]) -> list[tuple[Candidate, ...]]:
+        """Answer without thinking."""
+        Engines.asked += len(fens)
+        return [tuple(Candidate(uci, 1. - i) for i, uci in enumerate(sorted(legal_moves(fen))[:5])) for fen in fens]
+
+
+@pytest.fixture
+def fens(monkeypatch) -> list[str]:
+    """Forty positions, and engines that cost nothing."""
+    monkeypatch.setattr('rookworld_nb.rules.StockfishPool', Engines)
+    monkeypatch.setattr(Engines, 'asked', 0)
+    return [line.split('+')[0][3:] for line in env_lines(40)]
+
+
+def test_label_writes_lines_in_order(call, fens):
+    code, lines, _ = call('label', *fens)
+    assert code == 0 and [line[3:].split('M:')[0].strip() for line in lines] == fens
+    assert any(line.split('M: ')[1][:4] != line.split('B: ')[1][:4] for line in lines), 'the moves are in engine order'
+    assert call('label', '--no-padded', fens[0])[1][0].count('  ') == 0
+    assert call('label', *fens)[1] == lines != call('label', '--seed', '1', *fens)[1]
+
+
+def test_label_resumes_after_a_torn_line(call, fens, cwd):
+    text = '\n'.join(fens)
+    assert call('label', '--output', 'all.txt', stdin=text)[0] == 0
+    whole = (cwd/'all.txt').read_bytes()
+    (cwd/'half.txt').write_bytes(whole[:len(whole)//2])
+    Engines.asked = 0
+    assert call('label', '--output', 'half.txt', '--processes', '3', stdin=text)[0] == 0
+    assert (cwd/'half.txt').read_bytes() == whole and Engines.asked == 40 - whole[:len(whole)//2].count(b'\n')
+    assert call('label', '--output', 'half.txt', stdin=text)[0] == 0
+    assert (cwd/'half.txt').read_bytes() == whole
+
+
+def test_label_leaves_foreign_files_alone(call, fens, cwd):
+    (cwd/'notes.txt').write_text('shopping list\n')
+    code, _, errors = call('label', '--output', 'notes.txt', fens[0])
+    assert code == 2 and 'notes.txt' in errors and 'line 1' in errors
+    assert (cwd/'notes.txt').read_text() == 'shopping list\n'
+
+
+def test_label_skips_positions_without_a_choice(call, fens):
+    mate, forced = 'R5k1/5ppp/8/8/8/8/8/6K1 b - - 0 1', '7k/8/8/8/8/8/1q6/K7 w - - 0 1'
+    code, lines, errors = call('label', mate, fens[0], forced, fens[0])
+    assert code == 0 and len(lines) == 1 and '2 positions' in errors
+
+
+@pytest.mark.stockfish
+def test_label_asks_the_real_engine(call, cwd):
+    try:
+        find_stockfish()
+    except EngineNotFound as error:
+        pytest.skip(str(error))
+    mate_in_one = '6k1/5ppp/8/8/8/8/8/R5K1 w - - 0 1'
+    code, lines, _ = call('label', START, mate_in_one, '--processes', '2', '--nodes', '500')
+    assert code == 0 and lines[1].endswith('B: a1a8') and '999.99' in lines[1]
+    assert set(lines[0].split('M: ')[1].split(' E:')[0].split()) <= legal_moves(START)
+
+
+# ---- eval
+
+def test_eval_measures_both_tasks(call, tiny, cwd):
+    (cwd/'lines.txt').write_text('\n'.join([*env_lines(6), f'P: {START}{POLICY}', 'nonsense']))
+    words = ['eval', '--model', tiny, '--data', 'lines.txt', '--max-new-tokens', '8']
+    code, lines, errors = call(*words, '--json', '--temperature', '0,0.7')
+    report = json.loads(lines[0])
+    assert code == 0 and len(lines) == 1 and 'line 8' in errors
+    assert {(row['task'], row['temperature']) for row in report['metrics']} == {(t, x) for t in 'PA' for x in (0., .7)}
+    assert {row['n'] for row in report['metrics'] if row['task'] == 'A'} == {6}
+    assert all(row['low'] <= row['mean'] <= row['high'] for row in report['metrics'])
+    assert report['recall'][0]['class'] == 'ordinary'
+    text = '\n'.join(call(*words, '--suite', 'env', '--limit', '2')[1])
+    assert 'state_exact' in text and '2 prompts' in text and 'best_legal' not in text
