@@ -210,18 +210,20 @@ class Judged(NamedTuple):
     rungs: tuple[bool, ...]   # the three structural rungs of the ladder, lowest first
 
 # %% ../nbs/05_rewards.ipynb #304e0a0f
+@lru_cache(maxsize=16384)
 def read_policy(
     text: str,      # a P: completion, whatever it says
 ) -> PolicyAnswer:  # unreadable if it brings a position of its own
-    """Read what stands behind a policy prompt."""
+    """Read what stands behind a policy prompt; a text that occurs again is not parsed again."""
     answer = parse_policy(text)
     return answer if answer.fen is None else PolicyAnswer(clean=False)
 
 
+@lru_cache(maxsize=16384)
 def read_env(
     text: str,   # an A: completion, whatever it says
 ) -> EnvAnswer:  # unreadable if it brings a position of its own
-    """Read what stands behind an environment prompt."""
+    """Read what stands behind an environment prompt; a text that occurs again is not parsed again."""
     answer = parse_env(text)
     return answer if answer.fen is None else EnvAnswer(clean=False)
 

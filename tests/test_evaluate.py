@@ -1,0 +1,312 @@
+"""Evaluation: metrics by hand, intervals that cover, pairs that match, chance that is exact."""
+import math
+import random
+
+import chess
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+from rookworld_nb.evaluate import (CLASSES, KEYS, METRICS, TABLE_COLUMNS, EvaluationError,
+                                   answer_budget, bootstrap_interval, by_prompt, chance_line, compare, env_metrics, evaluate,
+                                   metrics_table, move_class, outcome, paired_difference, policy_metrics, recall_table,
+                                   summarise, wilson_interval)
+from rookworld_nb.model import GPT, GPTConfig
+from rookworld_nb.positions import Sample
+from rookworld_nb.rewards import RewardConfig, RewardScorer
+from rookworld_nb.rules import env_step, legal_moves
+from rookworld_nb.tasks import format_env, format_policy, split_line
+
+FEN = 'r1bqkbnr/pppp1ppp/2n5/4p3/4P3/5N2/PPPP1PPP/RNBQKB1R w KQkq - 2 3'
+RUY = Sample(*split_line(format_policy(FEN, ('f1b5', 'd2d4', 'f1c4', 'b1c3', 'f1d3'), (.45, .28, .52, .28, .05))))
+
+
+def env_sample(fen: str, uci: str) -> Sample:
+    """An A: sample with its right answer."""
+    return Sample(*split_line(format_env(fen, uci, None, *env_step(fen, uci))))
+
+
+CASES = {
+    'ordinary': (FEN, 'f1b5'), 'illegal': (FEN, 'f1b6'),
+    'mate': ('6k1/5ppp/8/8/8/8/8/R6K w - - 0 1', 'a1a8'), 'draw': ('7k/8/6K1/8/8/8/8/5Q2 w - - 0 1', 'f1f7'),
+    'castling': ('4k3/8/8/8/8/8/8/4K2R w K - 0 1', 'e1g1'), 'en_passant': ('4k3/8/8/3pP3/8/8/8/4K3 w - d6 0 2', 'e5d6'),
+    'promotion': ('8/P6k/8/8/8/8/7K/8 w - - 0 1', 'a7a8q')}
+CLASS_SAMPLES = {name: env_sample(*case) for name, case in CASES.items()}
+
+
+def random_samples(count: int, seed: int = 0) -> list[Sample]:
+    """P: samples of random positions with invented evaluations."""
+    rng, samples = random.Random(seed), []
+    while len(samples) < count:
+        board = chess.Board()
+        for _ in range(rng.randrange(80)):
+            if board.is_game_over():
+                break
+            board.push(rng.choice(list(board.legal_moves)))
+        legal = sorted(legal_moves(board.fen()))
+        if len(legal) > 1:
+            moves = rng.sample(legal, min(5, len(legal)))
+            evals = [round(rng.gauss(0, 1), 1) for _ in moves]
+            samples.append(Sample(*split_line(format_policy(board.fen(), moves, evals))))
+    return samples
+
+
+def policy_text(moves: str, evals: str, best: str) -> str:
+    """A completion."""
+    return f' M: {moves} E: {evals} B: {best}'
+
+
+# ---- a completion
+
+@pytest.mark.parametrize('sample', [RUY, *CLASS_SAMPLES.values(), *random_samples(20)])
+def test_a_perfect_answer_is_perfect(sample):
+    row = metrics_table([sample], [sample.completion]).iloc[0]
+    for name in METRICS[sample.task]:
+        assert row[name] == (0 if name in ('eval_error', 'win_probability_lost') else 1), name
+    assert row[[name for name in TABLE_COLUMNS if name not in (*METRICS[sample.task], *KEYS, 'completion')]].isna().all()
+
+
+@settings(max_examples=60, deadline=None)
+@given(text=st.text(max_size=60) | st.lists(st.sampled_from(['M:', 'E:', 'B:', 'A:', 'P:', ' ', '+', 'f1b5', 'a9', '0.1', '1', FEN]))
+       .map(' '.join), sample=st.sampled_from([RUY, *CLASS_SAMPLES.values()]))
+def test_any_text_can_be_measured(text, sample):
+    measured = (policy_metrics if sample.task == 'P' else env_metrics)(text, sample)
+    assert set(measured) - {'truth', 'predicted'} | {'reward'} == set(METRICS[sample.task])
+    for name, value in measured.items():
+        if METRICS[sample.task].get(name, ('',))[0] == 'share':
+            assert 0 <= value <= 1, name
+
+
+def test_policy_metrics_by_hand():
+    found = policy_metrics(policy_text('f1b5 a2a3 f1b6 d2d4 f1b5', '0.35 0.0 0.1 0.38 9.0', 'f1b5'), RUY)
+    assert found['right_count'] == found['parsed'] == found['best_legal'] == found['best_in_top5'] == 1
+    assert found['legal_fraction'] == .8 and found['distinct_legal'] == .6 and found['top5_overlap'] == .4
+    assert found['eval_error'] == pytest.approx(.1)  # the first mention of a move counts
+    assert found['best_move_accuracy'] == 0 and found['best_within_10cp'] == found['best_within_50cp'] == 1
+    assert policy_metrics('B: d2d4', RUY)['best_within_10cp'] == 0 and policy_metrics('B: d2d4', RUY)['best_within_50cp'] == 1
+    unlisted = policy_metrics('B: a2a3', RUY)
+    assert unlisted['best_legal'] == 1 and unlisted['best_in_top5'] == 0 and math.isnan(unlisted['win_probability_lost'])
+
+
+def test_listing_everything_is_no_overlap():
+    everything = ' '.join(sorted(legal_moves(FEN)))
+    assert policy_metrics(f'M: {everything} E: 0.0 B: f1c4', RUY)['top5_overlap'] < 1
+
+
+def test_evaluations_are_clipped_on_both_sides():
+    mate = Sample(RUY.prompt, ' M: f1b5 d2d4 E: 999.97 -999.97 B: f1b5')
+    assert policy_metrics('M: f1b5 d2d4 E: 12.0 -8.0 B: f1b5', mate)['eval_error'] == pytest.approx(1)
+
+
+def test_ties_all_count_and_the_label_is_kept_apart():
+    tied = Sample(RUY.prompt, ' M: f1b5 d2d4 a2a3 E: 0.3 0.3 -1.0 B: a2a3')
+    scores = {move: policy_metrics(f'B: {move}', tied) for move in ('f1b5', 'd2d4', 'a2a3')}
+    assert [scores[move]['best_move_accuracy'] for move in scores] == [1, 1, 0]
+    assert [scores[move]['best_move_accuracy_published_label'] for move in scores] == [0, 0, 1]
+
+
+@pytest.mark.parametrize('name', CLASSES)
+def test_classes(name):
+    sample = CLASS_SAMPLES[name]
+    assert env_metrics(sample.completion, sample)['truth'] == name
+    predicted = env_metrics(sample.completion, sample)['predicted']
+    assert predicted == (name if name in ('mate', 'draw', 'illegal') else 'ordinary')
+    assert env_metrics('?', sample)['predicted'] == 'unreadable'
+
+
+def test_a_promotion_that_mates_is_a_mate():
+    fen = '7k/P7/6K1/8/8/8/8/8 w - - 0 1'
+    assert move_class(fen, 'a7a8q', env_step(fen, 'a7a8q')) == 'mate'
+    assert outcome(.5, True, False) == 'draw' and outcome(-1., False, True) == 'illegal' and outcome(None, True, False) == 'unreadable'
+
+
+def test_env_metrics_part_by_part():
+    sample, new = CLASS_SAMPLES['ordinary'], env_step(*CASES['ordinary']).new_fen
+    wrong_clock = env_metrics(f'{new[:-3]}7 3+0.001+0+0', sample)
+    assert wrong_clock['board_exact'] == 1 and wrong_clock['state_exact'] == wrong_clock['all_correct'] == 0
+    assert .9 < wrong_clock['fen_similarity'] < 1
+    false_alarm = env_metrics(f'{new}+1.0+1+0', sample)
+    assert false_alarm['state_exact'] == 1 and false_alarm['reward_correct'] == false_alarm['flags_correct'] == 0
+    assert false_alarm['predicted'] == 'mate'
+
+
+# ---- tables
+
+def test_rows_follow_the_samples():
+    samples = [RUY, CLASS_SAMPLES['mate'], RUY]
+    texts = [RUY.completion, 'x', CLASS_SAMPLES['mate'].completion, 'x', 'x', 'x']
+    table = metrics_table(samples, texts, .7)
+    assert list(table['task']) == list('PPAAPP') and list(table['prompt']) == [0, 0, 1, 1, 2, 2] and list(table['sample']) == [0, 1]*3
+    assert table['reward'].tolist() == pytest.approx([1, -.3, 1, -.3, -.3, -.3]) and table['temperature'].eq(.7).all()
+    assert tuple(table.columns) == TABLE_COLUMNS and list(table['completion']) == texts
+
+
+def test_rewards_are_measured_without_curriculum_and_leave_the_scorer_alone():
+    scorer = RewardScorer(RewardConfig(reward_warmup_steps=50, normalize=True, shaping='continuous'))
+    table = metrics_table([RUY], ['M: a1a8 a1a7 E: 0.0 0.0 B: a1a8'], scorer=scorer)
+    assert table['reward'][0] == pytest.approx(-.3 + 1.3*2/8.5) and scorer.step == 0
+
+
+def test_bad_requests_are_named():
+    with pytest.raises(EvaluationError, match='3 texts for 2 samples'):
+        metrics_table([RUY, RUY], ['x']*3)
+    with pytest.raises(EvaluationError, match='no samples'):
+        evaluate(None, None, [])
+    with pytest.raises(EvaluationError, match='nonsense'):
+        by_prompt(metrics_table([RUY], ['x']), 'nonsense')
+
+
+def test_samples_of_a_prompt_are_averaged_before_prompts_are_counted():
+    table = metrics_table([RUY]*3, [RUY.completion, 'x']*2 + ['x', 'x'])
+    summary = summarise(table).loc['P', 0.]
+    assert summary.loc['best_move_accuracy', 'mean'] == pytest.approx(1/3) and (summary['n'].drop(['eval_error', 'win_probability_lost']) == 3).all()
+    assert summary.loc['eval_error', 'n'] == 2
+
+
+def test_recall_exposes_the_majority_answer():
+    samples = [CLASS_SAMPLES['ordinary']]*18 + [CLASS_SAMPLES['mate'], CLASS_SAMPLES['castling']]
+    texts = [f'{env_step(*CASES["ordinary"]).new_fen}+0.001+0+0']*20
+    texts[3] = texts[3].replace('+0.001+0', '+1.0+1')
+    report = recall_table(metrics_table(samples, texts))
+    assert report.loc['ordinary', 'recall'] == pytest.approx(17/18) and report.loc['mate', 'recall'] == 0
+    assert report.loc['ordinary', 'false_alarms'] == pytest.approx(1/18) and math.isnan(report.loc['mate', 'false_alarms'])
+    assert report.loc['castling', 'recall'] == 1 and report.loc['castling', 'state_exact'] == 0
+    assert report['n'].to_dict() == {'ordinary': 18, 'mate': 1, 'castling': 1}
+
+
+# ---- chance
+
+def test_chance_line_agrees_with_a_random_player():
+    samples, rng = random_samples(120), random.Random(1)
+    texts = []
+    for sample in samples:
+        legal = sorted(legal_moves(sample.fen))
+        for _ in range(8):
+            moves = rng.sample(legal, min(5, len(legal)))
+            texts.append(policy_text(' '.join(moves), ' '.join('0.0' for _ in moves), rng.choice(legal)))
+    table, chance = metrics_table(samples, texts), chance_line(samples)['P']
+    assert len(chance) == 5
+    for metric, expected in chance.items():
+        values = by_prompt(table, metric)
+        exact = pd.Series({i: chance_line([s])['P', metric] for i, s in enumerate(samples)})
+        gaps = values.to_numpy() - exact.to_numpy()
+        assert abs(gaps.mean()) < 4*gaps.std()/math.sqrt(len(gaps)), metric
+        assert exact.mean() == pytest.approx(expected)
+
+
+def test_chance_of_the_majority_answer():
+    chance = chance_line([CLASS_SAMPLES['ordinary']]*3 + [CLASS_SAMPLES['mate']])
+    assert chance['A', 'reward_correct'] == chance['A', 'flags_correct'] == .75
+
+
+# ---- intervals and differences
+
+def test_bootstrap_interval_covers_and_is_seeded():
+    rng, covered = np.random.default_rng(0), 0
+    for i in range(200):
+        low, high = bootstrap_interval(rng.normal(.5, .2, size=60), resamples=300, seed=i)
+        covered += low <= .5 <= high
+    assert .88 <= covered/200 <= .99
+    values = rng.normal(size=50)
+    assert bootstrap_interval(values, seed=3) == bootstrap_interval(values, seed=3) != bootstrap_interval(values, seed=4)
+    half = np.diff(bootstrap_interval(values, 4000))[0]/2
+    assert half == pytest.approx(1.96*values.std()/math.sqrt(50), rel=.1)
+
+
+def test_wilson_interval():
+    assert wilson_interval(0, 78) == (0, pytest.approx(.04694, abs=1e-4))
+    assert wilson_interval(5, 10) == (pytest.approx(.2366, abs=1e-4), pytest.approx(.7634, abs=1e-4))
+    assert wilson_interval(0, 0) == (0, 1) and wilson_interval(10, 10)[1] == 1
+
+
+def scored(values: list[list[float]], temperature: float = 1.) -> pd.DataFrame:
+    """A table with given rewards, one inner list a prompt."""
+    rows = [('P', i, j, temperature, value) for i, group in enumerate(values) for j, value in enumerate(group)]
+    return pd.DataFrame(rows, columns=['task', 'prompt', 'sample', 'temperature', 'reward']).reindex(columns=TABLE_COLUMNS)
+
+
+def test_paired_difference_by_hand():
+    change = paired_difference(scored([[0, 0], [.5, .7], [1, 1]]), scored([[.1, .3], [.8, .6], [1, .8]]), 'reward')
+    gaps = np.array([.2, .1, -.1])
+    assert change.mean == pytest.approx(gaps.mean()) and change.n == 3
+    assert change.standard_error == pytest.approx(gaps.std(ddof=1)/math.sqrt(3)) and change.z == pytest.approx(change.mean/change.standard_error)
+
+
+def test_pairing_uses_the_prompt_not_the_row():
+    before, after = scored([[0.], [1.], [.5]]), scored([[.1], [1.1], [.6]])
+    assert paired_difference(before, after.sample(frac=1, random_state=0), 'reward').mean == pytest.approx(.1)
+    noisy = paired_difference(before, after, 'reward')
+    assert noisy.standard_error < 1e-9 and noisy.z > 100
+
+
+def test_pairs_must_match():
+    with pytest.raises(EvaluationError, match='2 prompts before and 1 after'):
+        paired_difference(scored([[0.], [1.]]), scored([[0.]]), 'reward')
+    with pytest.raises(EvaluationError, match='same prompts'):
+        paired_difference(scored([[0.]], .7), scored([[0.]], 1.), 'reward')
+    with pytest.raises(EvaluationError):
+        paired_difference(scored([[0.]]), scored([[0.]]), 'reward', task='A')
+
+
+def test_differences_without_information():
+    assert paired_difference(scored([[.5]]*4), scored([[.5]]*4), 'reward')[:3] == (0, 0, 0)
+    assert paired_difference(scored([[.5]]*4), scored([[.7]]*4), 'reward').z == math.inf
+    lonely = paired_difference(scored([[.5]]), scored([[.7]]), 'reward')
+    assert lonely.mean == pytest.approx(.2) and math.isnan(lonely.standard_error) and lonely.n == 1
+    missing = paired_difference(scored([[.5]]), scored([[math.nan]]), 'reward')
+    assert math.isnan(missing.mean) and missing.n == 0
+
+
+def test_before_after_table():
+    samples = [RUY, RUY, CLASS_SAMPLES['mate'], CLASS_SAMPLES['ordinary']]
+    right, wrong = [s.completion for s in samples], ['x']*4
+    before = pd.concat([metrics_table(samples, wrong, t) for t in (.7, 0.)])
+    after = pd.concat([metrics_table(samples, right, .7), metrics_table(samples, wrong, 0.)])
+    table = compare(before, after, chance_line(samples))
+    rows = table.to_dict('index')
+    assert rows['P', .7, 'reward']['before'] == pytest.approx(-.3) and rows['P', .7, 'reward']['after'] == 1
+    assert rows['P', .7, 'reward']['n'] == 2 and rows['A', 0., 'reward']['difference'] == 0
+    assert rows['A', .7, 'reward_correct']['chance'] == .5 and math.isnan(rows['P', .7, 'reward']['chance'])
+    assert list(dict.fromkeys(key[:2] for key in rows)) == [('P', .7), ('P', 0.), ('A', .7), ('A', 0.)]
+    assert {key for key in rows if key[1] == 0} == {(task, 0., name) for task in METRICS for name in METRICS[task]}
+
+
+# ---- a model
+
+@pytest.fixture(scope='module')
+def tiny() -> tuple[GPT, Tokenizer]:
+    """A random model over printable characters."""
+    words = ['<|endoftext|>', *map(chr, range(32, 127))]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=words[0]))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Split(Regex('.'), 'isolated'), decoders.Fuse()
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(n_layer=1, n_head=2, n_embd=16, vocab_size=len(words), n_positions=256))
+    for weights in model.parameters():
+        weights.data += .3*torch.randn_like(weights)  # so that what it writes depends on what it read
+    return model, tokenizer
+
+
+def test_evaluation_is_deterministic_and_depends_on_the_seed(tiny):
+    samples = [RUY, CLASS_SAMPLES['mate'], *random_samples(3), CLASS_SAMPLES['ordinary']]
+    def run(seed, temperature=1.): return evaluate(*tiny, samples, temperature, seed, samples_per_prompt=2, max_new_tokens=12)
+    first = run(0)
+    assert first.equals(run(0)) and not first['completion'].equals(run(1)['completion'])
+    assert list(first['prompt']) == [i for i in range(6) for _ in range(2)] and list(first['task'][::2]) == list('PAPPPA')
+    greedy = run(0, 0.)['completion']
+    assert greedy[::2].tolist() == greedy[1::2].tolist()
+
+
+def test_each_completion_belongs_to_its_prompt(tiny):
+    samples = [CLASS_SAMPLES['mate'], RUY, *random_samples(3), CLASS_SAMPLES['draw']]
+    together = evaluate(*tiny, samples, 0., max_new_tokens=8, batch_size=2)['completion'].tolist()
+    alone = [evaluate(*tiny, [sample], 0., max_new_tokens=8)['completion'][0] for sample in samples]
+    assert together == alone and len(set(together)) > 3
+
+
+def test_budget_has_room_for_the_target(tiny):
+    budget = answer_budget(tiny[1], [RUY, CLASS_SAMPLES['mate']])
+    assert budget > len(RUY.completion)  # one token a character here
