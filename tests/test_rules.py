@@ -534,5 +534,5 @@ def test_few_nodes_still_give_five_moves(positions):
 def test_a_killed_engine_comes_back():
     with Stockfish() as engine:
         first = engine.analyse(START)
-        engine._engine._process._popen.kill()
+        engine._process._popen.kill()
         assert engine.analyse(START) == first and engine.restarts == 1
