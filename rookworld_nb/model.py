@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['ModelConfigError', 'SequenceError', 'GPTConfig', 'attention', 'causal_bias', 'SelfAttention', 'MLP', 'Block',
-           'init_weights', 'Rule', 'Transformer', 'token_positions', 'padding_bias', 'real_tokens', 'reading', 'Prefix',
-           'make_prefix', 'KVCache', 'grouped', 'ungrouped', 'attend_after', 'continuing', 'check_length', 'GPT']
+           'init_weights', 'Rule', 'Transformer', 'token_positions', 'padding_bias', 'real_tokens', 'check_length',
+           'reading', 'Prefix', 'make_prefix', 'KVCache', 'grouped', 'ungrouped', 'attend_after', 'continuing', 'GPT']
 
 # %% ../nbs/00_gpt2.ipynb #956067b3
 import math
@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 # %% ../nbs/00_gpt2.ipynb #32ba17a2
 class ModelConfigError(ValueError): 'A `GPTConfig` that describes no possible model.'
-class SequenceError(ValueError): 'Ids, a mask or rows that the model cannot read: too long, empty, or of the wrong shape.'
+class SequenceError(ValueError): 'Ids, a mask or rows that the model cannot read: too long, empty, of the wrong shape.'
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class MLP(nn.Module):
         'Each token for itself.'
         return self.c_proj(F.gelu(self.c_fc(x), approximate='tanh'))
 
-# %% ../nbs/00_gpt2.ipynb #7d1a723c
+
 class Block(nn.Module):
     'Two additions to the residual stream: look at other tokens, then think about each alone.'
     def __init__(
@@ -208,12 +208,21 @@ def real_tokens(
     mask = attention_mask.bool()
     return None if mask.all() else mask
 
+
+def check_length(
+    n_tokens: int,   # of the longest row, prompt and continuation together
+    cfg: GPTConfig,  # of the model
+) -> None:
+    'Positions are learned: there are none beyond `n_positions`.'
+    if n_tokens > cfg.n_positions:
+        raise SequenceError(f'{n_tokens} tokens are more than the n_positions={cfg.n_positions} of this model')
+
 # %% ../nbs/00_gpt2.ipynb #0f2cb6eb
 def reading(
     ids: Tensor,             # (B, T) int64 token ids
     mask: Tensor|None,       # (B, T) bool, or None where every token is real
     dtype: torch.dtype,      # of the model
-    memory: list|None=None,  # receives each layer's (k, v), (B, H, T, d) each
+    memory: list|None=None,  # receives each layer's (keys, values), (B, H, T, d) each
 ) -> Rule:
     'The rule of a whole text: every token sees the real tokens up to itself.'
     T = ids.shape[1]
@@ -278,7 +287,7 @@ class KVCache:
             self.n_slots = self.n_slots or N
             for store in (self.keys, self.values): store.append(k.new_empty(N, H, self.capacity, d))
         if N != len(self.keys[layer]) or end > self.capacity:
-            raise SequenceError(f'a cache of {len(self.keys[layer])} rows and {self.capacity} tokens, {self.length} used, '
+            raise SequenceError(f'a cache of {len(self.keys[layer])} rows, {self.length} of {self.capacity} tokens used, '
                                 f'cannot take {T} tokens for {N} rows')
         for store, new in ((self.keys, k), (self.values, v)): store[layer][:, :, self.length:end] = new.detach()
         return self.keys[layer][:, :, :end], self.values[layer][:, :, :end]
@@ -361,15 +370,6 @@ def continuing(
         return attend_after(q, k, v, prefix.keys[layer], prefix.values[layer], prefix.bias, rows, n_slots)
     return Rule(start+torch.arange(T, device=ids.device), attend)
 
-# %% ../nbs/00_gpt2.ipynb #134fc196
-def check_length(
-    n_tokens: int,   # of the longest row, prompt and continuation together
-    cfg: GPTConfig,  # of the model
-) -> None:
-    'Positions are learned: there are none beyond `n_positions`.'
-    if n_tokens > cfg.n_positions:
-        raise SequenceError(f'{n_tokens} tokens are more than the n_positions={cfg.n_positions} of this model')
-
 # %% ../nbs/00_gpt2.ipynb #e35382c8
 class GPT(Transformer):
     'GPT-2: tied embeddings, no dropout, the parameter names of Hugging Face (matrices as nn.Linear keeps them).'
@@ -397,8 +397,7 @@ class GPT(Transformer):
         attention_mask: Tensor|None=None,  # (B, Tp) 1/True at real tokens
     ) -> Prefix:                           # differentiable where gradients are on
         'Read prompts once, for any number of continuations.'
-        memory = []
-        return make_prefix(self.hidden(ids, attention_mask, memory), real_tokens(ids, attention_mask), memory)
+        return make_prefix(self.hidden(ids, attention_mask, memory := []), real_tokens(ids, attention_mask), memory)
 
     def extend(
         self,
