@@ -201,7 +201,7 @@ def loss_metrics(
     def active(values): return mask if values.shape[1] == mask.shape[1] else mask.any(1, keepdim=True)
     low, high = (ratio < 1 - clip_low) & (advantages < 0), (ratio > 1 + clip_high) & (advantages > 0)
     shares = {'low': low, 'high': high, 'region': low | high}
-    metrics = {f'clip_ratio/{name}_mean': (flags & active(flags)).sum() / active(flags).sum().clamp(min=1)
+    metrics = {f'clip_ratio/{name}_mean': (flags & active(flags)).sum().to(ratio.dtype) / active(flags).sum().clamp(min=1)
                for name, flags in shares.items()}
     metrics['ratio_max'] = ratio.masked_fill(~active(ratio), 0.0).max()
     for name, values in tokens.items():
