@@ -1,9 +1,10 @@
 """Sampling and scoring: padding, caching, stopping, frequencies, determinism, refusals."""
 import dataclasses
+from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.testing import assert_close
@@ -85,7 +86,8 @@ def test_a_row_alone_equals_the_row_in_any_batch(model, tokenizer):
     for row, text in enumerate(r.texts):
         i, n = row//3, int(r.completion_mask[row].sum())
         ids, mask = encode_prompts(tokenizer, PROMPTS[i:i+1], END)
-        alone, _ = completion_logprobs(model, ids, mask, r.completion_ids[row:row+1], 1, 1., r.completion_mask[row:row+1])
+        done, active = r.completion_ids[row:row+1], r.completion_mask[row:row+1]
+        alone, _ = completion_logprobs(model, ids, mask, done, 1, 1., active)
         assert_close(alone[0, :n].detach(), r.logprobs[row, :n], atol=1e-5, rtol=0)
 
 
@@ -124,20 +126,20 @@ def test_greedy_is_the_argmax_of_a_full_forward_at_every_step(model, tokenizer):
 def test_each_prompt_is_read_once_and_ended_rows_cost_nothing(model, tokenizer, monkeypatch):
     prefills, steps = [], []
     prefill, extend = GPT.prefill, GPT.extend
-    monkeypatch.setattr(GPT, 'prefill', lambda self, ids, *a, **k: prefills.append(len(ids)) or prefill(self, ids, *a, **k))
-    monkeypatch.setattr(GPT, 'extend', lambda self, ids, *a, **k: steps.append(tuple(ids.shape)) or extend(self, ids, *a, **k))
+    monkeypatch.setattr(GPT, 'prefill', lambda self, ids, *a: prefills.append(len(ids)) or prefill(self, ids, *a))
+    monkeypatch.setattr(GPT, 'extend', lambda self, ids, *a: steps.append(tuple(ids.shape)) or extend(self, ids, *a))
     r = sample(model, tokenizer, PROMPTS, 6, 20, 1., seeded())
     assert prefills == [len(PROMPTS)]
     unfinished = (r.completion_mask & (r.completion_ids != END)).sum(0).tolist()
     last = r.completion_ids.shape[1]-1
-    assert steps == [(n, 1) for n in unfinished[:last] if n]  # never a row that has ended, nothing behind the last token
+    assert steps == [(n, 1) for n in unfinished[:last] if n]  # never an ended row, nothing behind the last token
     assert r.completion_mask.any(0).all()  # no column is all padding
 
 
 def test_scoring_reads_each_prompt_once(model, tokenizer, monkeypatch):
     r = sample(model, tokenizer, PROMPTS, 4, 20, 1., seeded())
     rows, prefill = [], GPT.prefill
-    monkeypatch.setattr(GPT, 'prefill', lambda self, ids, *a, **k: rows.append(len(ids)) or prefill(self, ids, *a, **k))
+    monkeypatch.setattr(GPT, 'prefill', lambda self, ids, *a: rows.append(len(ids)) or prefill(self, ids, *a))
     completion_logprobs(model, r.prompt_ids, r.prompt_mask, r.completion_ids, 4, 1., r.completion_mask)
     assert sum(rows) == len(PROMPTS)
 
@@ -163,23 +165,41 @@ def test_pad_equal_to_end_does_not_fool_the_mask(model, tokenizer):
     assert by_id.sum() < r.completion_mask.sum()  # a mask by id would lose every end token
 
 
-@pytest.mark.parametrize('where', ['all at once', 'some at once'])
-def test_rows_that_end_with_their_first_token(tokenizer, monkeypatch, where):
-    model, calls, real = make_model(), [0], sampling.draw
+def ends_at(lengths):
+    'A `draw` whose row r draws its end token at step lengths[r]-1 and not before; the others are real draws.'
+    real, state = sampling.draw, dict(t=0, rows=torch.arange(len(lengths)))
+    lengths = torch.tensor(lengths)
     def rigged(logits, temperature, noise):
-        ids, logprobs = real(logits, temperature, noise)
-        if calls[0] == 0: ids[:: 1 if where == 'all at once' else 2] = END
-        calls[0] += 1
-        return ids, logits.float().log_softmax(-1).gather(1, ids[:, None])[:, 0]
-    monkeypatch.setattr(sampling, 'draw', rigged)
-    r = sample(model, tokenizer, PROMPTS, 4, 10, 1., seeded())
-    first = r.completion_ids[:, 0] == END
-    assert first[::2].all() and r.completion_mask[first].sum(1).eq(1).all()
-    assert all(text == '' for text, f in zip(r.texts, first) if f)
+        ids, _ = real(logits, temperature, noise)
+        ids[ids == END] = 1
+        over = lengths[state['rows']] == state['t']+1
+        ids[over] = END
+        state.update(t=state['t']+1, rows=state['rows'][~over])
+        return ids, (logits.float()/temperature).log_softmax(-1).gather(1, ids[:, None])[:, 0]
+    return rigged
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.integers(1, 7), min_size=12, max_size=12))
+@example([1]*12)
+@example([1, 7]*6)
+@example([1]*9+[7]*3)
+@example([7]*3+[2]*9)
+def test_whatever_rows_end_when_the_others_go_on_as_if_alone(tokenizer, lengths):
+    model, extended, extend = make_model(), [], GPT.extend
+    def counted(self, ids, prefix, cache=None):
+        extended.append((len(ids), len(prefix.lengths)))
+        return extend(self, ids, prefix, cache)
+    with mock.patch.object(sampling, 'draw', ends_at(lengths)), mock.patch.object(GPT, 'extend', counted):
+        r = sample(model, tokenizer, PROMPTS, 3, 10, 1., seeded())
+    assert r.completion_mask.sum(1).tolist() == lengths and r.completion_ids.shape[1] == max(lengths)
+    alive = [[i for i, n in enumerate(lengths) if n > t] for t in range(1, max(lengths))]
+    assert [n for n, _ in extended] == [len(rows) for rows in alive]
+    assert all(0.75*stored < len({i//3 for i in rows}) for (_, stored), rows in zip(extended, alive))  # prompts leave too
     with torch.no_grad():
-        for row in range(16):
-            n = int(r.completion_mask[row].sum())
+        for row, n in enumerate(lengths):
             assert_close(r.logprobs[row, :n], full_logprobs(model, r, row)[0], atol=1e-5, rtol=0)
+            assert r.completion_ids[row, n-1] == END and (r.texts[row] == '') == (n == 1)
 
 
 def test_texts_are_cut_before_the_end_token(model, tokenizer):
@@ -221,7 +241,8 @@ def test_second_tokens_are_distributed_given_the_first(tokenizer):
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.lists(st.sampled_from([float('-inf'), -200., -3., 0., 1., 4.]), min_size=1, max_size=9).filter(lambda z: max(z) > -100),
+@given(st.lists(st.sampled_from([float('-inf'), -200., -3., 0., 1., 4.]), min_size=1, max_size=9)
+       .filter(lambda z: max(z) > -100),
        st.sampled_from([0., 0.25, 0.5, 1-2**-24]), st.sampled_from([0., 0.5, 1.]))
 def test_a_token_of_probability_zero_is_never_drawn(logits, noise, temperature):
     ids, logprobs = draw(torch.tensor([logits]), temperature, torch.tensor([noise]))
@@ -276,7 +297,8 @@ def test_gradients_equal_those_of_a_full_forward(tokenizer):
     model = make_model().double()
     r = sample(model, tokenizer, PROMPTS, 3, 14, 0.8, seeded())
     weights = torch.randn(r.logprobs.shape, generator=seeded(2))
-    logprobs, entropy = completion_logprobs(model, r.prompt_ids, r.prompt_mask, r.completion_ids, 3, 0.8, r.completion_mask)
+    logprobs, entropy = completion_logprobs(model, r.prompt_ids, r.prompt_mask, r.completion_ids, 3, 0.8,
+                                            r.completion_mask)
     (weights*logprobs + 0.3*entropy).sum().backward()
     got = {n: p.grad.clone() for n, p in model.named_parameters()}
     model.zero_grad()
@@ -286,7 +308,8 @@ def test_gradients_equal_those_of_a_full_forward(tokenizer):
         n = len(one)
         loss = loss + (weights[row, :n]*one).sum() - 0.3*(every.exp()*every).sum()
     loss.backward()
-    for name, p in model.named_parameters(): assert_close(got[name], p.grad, atol=2e-5, rtol=1e-4, msg=lambda m: f'{name}: {m}')
+    for name, p in model.named_parameters():
+        assert_close(got[name], p.grad, atol=2e-5, rtol=1e-4, msg=lambda m, name=name: f'{name}: {m}')
 
 
 @pytest.mark.parametrize('with_entropy', [True, False])
@@ -310,13 +333,6 @@ def test_sampled_logprobs_can_enter_an_autograd_graph(model, tokenizer):
     ((logprobs-r.logprobs).exp()*r.logprobs).sum().backward()
     model.zero_grad()
     assert not r.logprobs.requires_grad and not r.logprobs.is_inference()
-
-
-def test_entropy_ignores_impossible_tokens(tokenizer):
-    hidden, model = torch.zeros(2, 16), make_model()
-    model.logits = lambda h: torch.tensor([[0., 0., float('-inf')], [1., float('-inf'), float('-inf')]]) + 0*h[:, :3]
-    values = sampling.token_logprobs(model, hidden, torch.tensor([0, 0]), 1., True)
-    assert_close(values, torch.tensor([[-0.6931472, 0.], [0.6931472, 0.]]))
 
 
 # ---------------------------------------------------------------- ragged completions
