@@ -297,9 +297,7 @@ class KVCache:
         rows: Tensor, # (n,) int64 indices into the present rows, or (N,) bool: those to keep, in order
     ) -> None:
         'The other rows leave the batch and cost nothing further.'
-        if rows.dtype == torch.bool:
-            self.n_slots = self.n_slots or len(rows)
-            rows = rows.nonzero().squeeze(1)
+        if rows.dtype == torch.bool: self.n_slots, rows = self.n_slots or len(rows), rows.nonzero().squeeze(1)
         for layer in range(len(self.keys)):
             for store in (self.keys, self.values):
                 store[layer][:len(rows), :, :self.length] = store[layer][rows, :, :self.length]

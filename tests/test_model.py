@@ -1,0 +1,380 @@
+"""GPT-2 against transformers, and the properties that sampling and training build on."""
+import copy
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rookworld_nb.model import GPT, GPTConfig, KVCache, ModelConfigError, SequenceError, causal_bias
+from torch.testing import assert_close
+from transformers import GPT2Config, GPT2LMHeadModel
+from transformers.pytorch_utils import Conv1D
+
+SIZES = {'tiny': GPTConfig(1, 1, 8, 11, 16), 'odd': GPTConfig(3, 3, 21, 37, 40), 'nano': GPTConfig(6, 5, 160, 300, 256),
+         'wide': GPTConfig(2, 12, 192, 1000, 64)}
+
+
+def hf_twin(model: GPT) -> GPT2LMHeadModel:
+    """The same weights in transformers' GPT-2; written without the package's own loader."""
+    cfg = model.cfg
+    hf = GPT2LMHeadModel(GPT2Config(**vars(cfg), attn_pdrop=0., embd_pdrop=0., resid_pdrop=0., bos_token_id=0, eos_token_id=0,
+                                    attn_implementation='eager')).to(model.wte.weight.dtype)
+    ours = dict(model.named_parameters())
+    conv = {f'{name}.weight' for name, module in hf.transformer.named_modules() if isinstance(module, Conv1D)}
+    with torch.no_grad():
+        theirs = dict(hf.transformer.named_parameters())
+        assert ours.keys() == theirs.keys()
+        for name, p in theirs.items():
+            p.copy_(ours[name].T if name in conv else ours[name])
+    return hf
+
+
+def noisy(cfg: GPTConfig, dtype: torch.dtype = torch.float32) -> GPT:
+    """A model in which every parameter matters: biases and norms are moved off 0 and 1, and attention is not uniform."""
+    model = GPT(cfg)
+    with torch.no_grad():
+        for p in model.parameters():
+            p += 0.1*torch.randn_like(p)
+    return model.to(dtype)
+
+
+def random_mask(n_rows: int, n_tokens: int, side: str) -> torch.Tensor:
+    """Rows of random length, at least one token each, padded on one side."""
+    lengths = torch.randint(1, n_tokens+1, (n_rows, 1))
+    right = torch.arange(n_tokens) < lengths
+    return right if side == 'right' else right.flip(1)
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
+# ---- parity with transformers
+
+@pytest.mark.parametrize('cfg', SIZES.values(), ids=SIZES)
+def test_logits_equal_transformers(cfg):
+    model = noisy(cfg)
+    hf = hf_twin(model)
+    for n_tokens in (1, 2, cfg.n_positions):
+        ids = torch.randint(0, cfg.vocab_size, (3, n_tokens))
+        with torch.no_grad():
+            assert_close(model(ids), hf(ids).logits, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize('side', ['left', 'right'])
+@pytest.mark.parametrize('cfg', SIZES.values(), ids=SIZES)
+def test_padded_logits_equal_transformers(cfg, side):
+    model = noisy(cfg)
+    hf = hf_twin(model)
+    ids = torch.randint(0, cfg.vocab_size, (5, 12))
+    mask = random_mask(5, 12, side)
+    positions = (mask.long().cumsum(1)-1).clamp(min=0)
+    with torch.no_grad():
+        expected = hf(ids, attention_mask=mask.long(), position_ids=positions).logits
+        for given_mask in (mask, mask.long(), mask.float()):
+            assert_close(model(ids, given_mask)[mask], expected[mask], atol=1e-4, rtol=1e-4)
+
+
+def test_gradients_equal_transformers():
+    model = noisy(SIZES['odd'], torch.float64)
+    hf = hf_twin(model)
+    ids = torch.randint(0, 37, (4, 15))
+    mask = random_mask(4, 15, 'left')
+    weights = torch.randn(4, 15, 37, dtype=torch.float64)*mask[..., None]
+    positions = (mask.long().cumsum(1)-1).clamp(min=0)
+    (model(ids, mask).log_softmax(-1)*weights).sum().backward()
+    (hf(ids, attention_mask=mask.long(), position_ids=positions).logits.log_softmax(-1)*weights).sum().backward()
+    theirs = dict(hf.transformer.named_parameters())
+    for name, p in model.named_parameters():
+        expected = theirs[name].grad
+        assert_close(p.grad, expected if p.shape == expected.shape and not name.endswith(
+            ('c_attn.weight', 'c_proj.weight', 'c_fc.weight')) else expected.T, atol=1e-10, rtol=1e-8, msg=lambda m, n=name: f'{n}: {m}')
+
+
+@pytest.mark.parametrize('side', ['left', 'right'])
+def test_greedy_decoding_equals_transformers_generate(side):
+    model = noisy(SIZES['odd'])
+    hf = hf_twin(model)
+    ids = torch.randint(1, 37, (6, 9))
+    mask = random_mask(6, 9, side)
+    ids[~mask] = 0
+    expected = torch.stack([hf.generate(row[m][None], attention_mask=torch.ones(1, int(m.sum())), max_new_tokens=20, do_sample=False,
+                                        eos_token_id=None, pad_token_id=0)[0, int(m.sum()):] for row, m in zip(ids, mask)])
+    with torch.no_grad():
+        prefix, cache = model.prefill(ids, mask), KVCache(19)
+        tokens = [model.logits(prefix.last_hidden).argmax(-1)]
+        for _ in range(19):
+            tokens.append(model.logits(model.extend(tokens[-1][:, None], prefix, cache)[:, 0]).argmax(-1))
+    assert torch.stack(tokens, 1).tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize('cfg', [GPTConfig(), SIZES['odd']], ids=['124M', 'odd'])
+def test_parameters_equal_transformers(cfg):
+    with torch.device('meta'):
+        ours = {name: p.numel() for name, p in GPT(cfg).named_parameters()}
+        theirs = {name: p.numel() for name, p in GPT2LMHeadModel(GPT2Config(**vars(cfg))).transformer.named_parameters()}
+    assert ours == theirs
+
+
+def test_initialisation_has_the_spread_of_gpt2():
+    model = GPT(GPTConfig(8, 4, 128, 500, 100))
+    std = {name: p.std().item() for name, p in model.named_parameters() if p.dim() == 2}
+    for name, value in std.items():
+        wanted = 0.01 if name == 'wpe.weight' else 0.02/4 if name.endswith('c_proj.weight') else 0.02
+        assert value == pytest.approx(wanted, rel=0.05), name
+    assert all(p.abs().max() == 0 for name, p in model.named_parameters() if name.endswith('bias'))
+    assert all(bool((p == 1).all()) for name, p in model.named_parameters() if 'ln_' in name and name.endswith('weight'))
+
+
+# ---- reading
+
+@pytest.mark.parametrize('side', ['left', 'right'])
+def test_a_row_is_the_same_alone_and_in_a_batch(side):
+    model = noisy(SIZES['odd'])
+    ids, mask = torch.randint(0, 37, (6, 14)), random_mask(6, 14, side)
+    with torch.no_grad():
+        batch = model(ids, mask)
+        for i in range(6):
+            assert_close(batch[i][mask[i]], model(ids[i][mask[i]][None])[0], atol=1e-5, rtol=1e-5)
+
+
+def test_padding_ids_do_not_matter_and_everything_is_finite():
+    model = noisy(SIZES['odd'])
+    ids, mask = torch.randint(0, 37, (6, 14)), random_mask(6, 14, 'left')
+    other = torch.where(mask, ids, 36-ids)
+    first, second = model(ids, mask), model(other, mask)
+    assert first.isfinite().all()
+    assert_close(first[mask], second[mask], atol=0, rtol=0)
+    first[mask].sum().backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_the_future_does_not_leak():
+    model = noisy(SIZES['odd'])
+    ids = torch.randint(0, 37, (2, 10))
+    changed = ids.clone()
+    changed[:, 6:] = 36-changed[:, 6:]
+    assert_close(model(ids)[:, :6], model(changed)[:, :6], atol=1e-6, rtol=0)
+    assert (model(ids)[:, 6:]-model(changed)[:, 6:]).abs().max() > 1e-2
+
+
+def test_a_mask_of_ones_is_no_mask():
+    model, ids = noisy(SIZES['odd']), torch.randint(0, 37, (3, 10))
+    assert torch.equal(model(ids, torch.ones_like(ids)), model(ids))
+
+
+def test_train_and_eval_mode_are_the_same():
+    model, ids = noisy(SIZES['odd']), torch.randint(0, 37, (3, 10))
+    assert torch.equal(model.train()(ids), model.eval()(ids))
+
+
+# ---- prefill and extend
+
+def grouped_case(model: GPT, B: int, G: int, Tp: int, T: int, side: str):
+    """Prompts, continuations, and the hidden states of the continuations from whole texts with the prompt repeated."""
+    V = model.cfg.vocab_size
+    prompts, mask, new = torch.randint(0, V, (B, Tp)), random_mask(B, Tp, side), torch.randint(0, V, (B*G, T))
+    whole = torch.cat([prompts.repeat_interleave(G, 0), new], 1)
+    whole_mask = torch.cat([mask.repeat_interleave(G, 0), torch.ones(B*G, T, dtype=torch.bool)], 1)
+    return prompts, mask, new, model.hidden(whole, whole_mask)[:, Tp:]
+
+
+@settings(max_examples=25, deadline=None)
+@given(B=st.integers(1, 4), G=st.integers(1, 4), Tp=st.integers(1, 8), T=st.integers(1, 6), side=st.sampled_from(['left', 'right']),
+       seed=st.integers(0, 10**6))
+def test_extension_equals_whole_texts(B, G, Tp, T, side, seed):
+    torch.manual_seed(seed)
+    model = noisy(GPTConfig(2, 2, 16, 50, 16), torch.float64)
+    prompts, mask, new, expected = grouped_case(model, B, G, Tp, T, side)
+    prefix = model.prefill(prompts, mask)
+    assert prefix.lengths.tolist() == mask.sum(1).tolist()
+    assert_close(model.extend(new, prefix), expected)
+
+
+@settings(max_examples=25, deadline=None)
+@given(B=st.integers(1, 4), G=st.integers(1, 4), Tp=st.integers(1, 6), side=st.sampled_from(['left', 'right']), data=st.data())
+def test_cached_steps_equal_whole_texts_while_rows_leave(B, G, Tp, side, data):
+    torch.manual_seed(data.draw(st.integers(0, 10**6)))
+    model = noisy(GPTConfig(2, 2, 16, 50, 16), torch.float64)
+    prompts, mask, new, expected = grouped_case(model, B, G, Tp, 6, side)
+    rows, done = torch.arange(B*G), 0
+    with torch.no_grad():
+        prefix, cache = model.prefill(prompts, mask), KVCache(6)
+        while done < 6 and len(rows):
+            step = data.draw(st.integers(1, 6-done))
+            out = model.extend(new[rows, done:done+step], prefix, cache)
+            assert_close(out, expected[rows, done:done+step])
+            done += step
+            keep = torch.tensor(data.draw(st.lists(st.booleans(), min_size=len(rows), max_size=len(rows))))
+            cache.select(keep if data.draw(st.booleans()) else keep.nonzero().squeeze(1))
+            rows = rows[keep]
+
+
+def test_rows_may_leave_before_the_first_step():
+    model = noisy(SIZES['odd'], torch.float64)
+    prompts, mask, new, expected = grouped_case(model, 3, 2, 5, 2, 'left')
+    keep = torch.tensor([True, False, False, False, True, True])
+    with torch.no_grad():
+        for cache in (KVCache(2), KVCache(2, n_slots=6)):
+            cache.select(keep if cache.n_slots == 0 else keep.nonzero().squeeze(1))
+            assert_close(model.extend(new[keep], model.prefill(prompts, mask), cache), expected[keep])
+
+
+def test_the_last_hidden_state_is_that_of_the_last_real_token():
+    model = noisy(SIZES['odd'])
+    for side in ('left', 'right'):
+        ids, mask = torch.randint(0, 37, (5, 8)), random_mask(5, 8, side)
+        expected = torch.stack([model.hidden(row[m][None])[0, -1] for row, m in zip(ids, mask)])
+        assert_close(model.prefill(ids, mask).last_hidden, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize('checkpointing', [False, True])
+def test_shared_prompts_have_the_gradients_of_repeated_ones(checkpointing):
+    model = noisy(SIZES['odd'], torch.float64)
+    prompts, mask, new, expected = grouped_case(model, 3, 4, 6, 5, 'left')
+    weights = torch.randn_like(expected)
+    (expected*weights).sum().backward()
+    wanted = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    model.gradient_checkpointing = checkpointing
+    (model.extend(new, model.prefill(prompts, mask))*weights).sum().backward()
+    for p, grad in zip(model.parameters(), wanted):
+        assert_close(p.grad, grad, atol=1e-11, rtol=1e-9)
+
+
+def test_gradient_checkpointing_stores_less_and_changes_nothing():
+    model, ids = noisy(SIZES['nano']), torch.randint(0, 300, (4, 32))
+    kept, grads = [], []
+    for model.gradient_checkpointing in (False, True):
+        stored = 0
+
+        def pack(t):
+            nonlocal stored
+            stored += t.numel()
+            return t
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            loss = model(ids).square().mean()
+        kept.append(stored)
+        model.zero_grad()
+        loss.backward()
+        grads.append([p.grad.clone() for p in model.parameters()])
+    assert kept[1] < kept[0]/3
+    assert_close(grads[0], grads[1], atol=0, rtol=0)
+
+
+def test_prompts_are_stored_once_however_many_samples():
+    model = noisy(SIZES['odd'])
+    prefix = model.prefill(torch.randint(0, 37, (2, 6)))
+    before = [k.data_ptr() for k in prefix.keys]
+    with torch.no_grad():
+        model.extend(torch.randint(0, 37, (16, 1)), prefix, KVCache(1))
+    assert [tuple(k.shape) for k in prefix.keys] == [(2, 3, 6, 7)]*3 and before == [k.data_ptr() for k in prefix.keys]
+
+
+def test_the_cache_allocates_once_and_holds_no_graph():
+    model = noisy(SIZES['odd'])
+    prefix, cache = model.prefill(torch.randint(0, 37, (2, 6))), KVCache(4)
+    model.extend(torch.randint(0, 37, (4, 1)), prefix, cache)
+    where = [k.data_ptr() for k in cache.keys+cache.values]
+    for _ in range(2):
+        model.extend(torch.randint(0, 37, (4, 1)), prefix, cache)
+    cache.select(torch.tensor([0, 3]))
+    model.extend(torch.randint(0, 37, (2, 1)), prefix, cache)
+    assert where == [k.data_ptr() for k in cache.keys+cache.values]
+    assert cache.length == 4 and not any(k.requires_grad for k in cache.keys+cache.values)
+
+
+# ---- kinds of numbers, modes and copies
+
+@pytest.mark.parametrize(('dtype', 'tolerance'), [(torch.float64, 1e-4), (torch.bfloat16, 0.15), (torch.float16, 0.03)], ids=str)
+def test_other_kinds_of_numbers(dtype, tolerance):
+    reference = GPT(SIZES['odd'])
+    model = copy.deepcopy(reference).to(dtype)
+    ids, mask, new = torch.randint(0, 37, (3, 6)), random_mask(3, 6, 'left'), torch.randint(0, 37, (6, 4))
+    with torch.no_grad():
+        for net in (model, reference):
+            net.cached = net.extend(new, net.prefill(ids, mask), KVCache(4))
+        assert model(ids, mask).dtype == model.cached.dtype == dtype
+        assert_close(model(ids, mask)[mask].float(), reference(ids, mask)[mask], atol=tolerance, rtol=0)
+        assert_close(model.cached.float(), reference.cached, atol=tolerance, rtol=0)
+
+
+def test_autocast_trains_and_decodes():
+    model = GPT(SIZES['odd'])
+    ids, mask, new = torch.randint(0, 37, (3, 6)), random_mask(3, 6, 'left'), torch.randint(0, 37, (6, 4))
+    with torch.autocast('cpu', torch.bfloat16):
+        whole = model.extend(new, model.prefill(ids, mask))
+        with torch.no_grad():
+            prefix, cache = model.prefill(ids, mask), KVCache(4)
+            steps = torch.cat([model.extend(new[:, t:t+1], prefix, cache) for t in range(4)], 1)
+    whole.float().square().mean().backward()
+    assert_close(steps.float(), whole.float(), atol=0.1, rtol=0)
+    assert all(p.grad.isfinite().all() and p.grad.dtype == torch.float32 for p in model.parameters())
+
+
+def test_inference_mode_first_and_training_after():
+    causal_bias.cache_clear()
+    model, ids = GPT(SIZES['odd']), torch.randint(0, 37, (3, 6))
+    with torch.inference_mode():
+        model.extend(ids, model.prefill(ids), KVCache(6))
+    model.extend(ids, model.prefill(ids)).sum().backward()
+
+
+def test_a_deep_copy_is_independent():
+    model, ids = GPT(SIZES['odd']), torch.randint(0, 37, (3, 6))
+    reference = copy.deepcopy(model)
+    before = reference(ids)
+    with torch.no_grad():
+        model.wte.weight += 1
+    assert torch.equal(reference(ids), before)
+
+
+# ---- what is refused, and how
+
+@pytest.mark.parametrize(('change', 'words'), [({'n_head': 5}, 'n_head=5 .* n_embd=768'), ({'n_layer': 0}, 'n_layer .* 0'),
+                                               ({'vocab_size': -1}, 'vocab_size .* -1'), ({'n_embd': 7.5}, 'n_embd .* 7.5'),
+                                               ({'n_positions': None}, 'n_positions .* None'), ({'n_layer': True}, 'n_layer .* True')])
+def test_impossible_shapes_are_refused_by_name(change, words):
+    with pytest.raises(ModelConfigError, match=words):
+        GPTConfig(**change)
+
+
+def test_too_long_sequences_are_refused():
+    model = GPT(SIZES['tiny'])  # 16 positions
+    model(torch.zeros(1, 16, dtype=torch.long))
+    with pytest.raises(SequenceError, match='17 tokens .* n_positions=16'):
+        model(torch.zeros(1, 17, dtype=torch.long))
+    prefix = model.prefill(torch.zeros(1, 10, dtype=torch.long), torch.tensor([[0]*4+[1]*6]))
+    model.extend(torch.zeros(2, 10, dtype=torch.long), prefix)  # 6 real tokens and 10: just fits
+    with pytest.raises(SequenceError, match='17 tokens'):
+        model.extend(torch.zeros(2, 11, dtype=torch.long), prefix)
+    with torch.no_grad():
+        cache = KVCache(20)
+        model.extend(torch.zeros(2, 10, dtype=torch.long), prefix, cache)
+        with pytest.raises(SequenceError, match='17 tokens'):
+            model.extend(torch.zeros(2, 1, dtype=torch.long), prefix, cache)
+
+
+def test_wrong_shapes_are_refused():
+    model, ids = GPT(SIZES['tiny']), torch.zeros(3, 4, dtype=torch.long)
+    for bad in (ids[0], ids[:0], ids[:, :0]):
+        with pytest.raises(SequenceError, match='ids must be'):
+            model(bad)
+    with pytest.raises(SequenceError, match=r'\(3, 3\).*\(3, 4\)'):
+        model(ids, torch.ones(3, 3))
+    with pytest.raises(SequenceError, match='prompt 1 has no real token'):
+        model.prefill(ids, torch.tensor([[1]*4, [0]*4, [0]*3+[1]]))
+    with pytest.raises(SequenceError, match='7 rows cannot continue 3 prompts'):
+        model.extend(torch.zeros(7, 1, dtype=torch.long), model.prefill(ids))
+
+
+def test_a_full_or_foreign_cache_is_refused():
+    model, ids = GPT(SIZES['tiny']), torch.zeros(3, 4, dtype=torch.long)
+    with torch.no_grad():
+        prefix, cache = model.prefill(ids), KVCache(2)
+        model.extend(ids[:, :2], prefix, cache)
+        with pytest.raises(SequenceError, match='3 rows, 2 of 2 tokens used'):
+            model.extend(ids[:, :1], prefix, cache)
+        with pytest.raises(SequenceError, match='6 rows cannot continue 3 prompts'):
+            model.extend(torch.zeros(6, 1, dtype=torch.long), prefix, cache)
