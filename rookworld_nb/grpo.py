@@ -32,8 +32,8 @@ def by_group(
 )->Tensor:          # (B / G, G) float, one row per prompt
     "Lay the rewards out with one group per row."
     if group_size < 1 or rewards.dim() != 1 or len(rewards) % group_size:
-        raise BatchShapeError(f'rewards of shape {tuple(rewards.shape)} do not split into groups of group_size={group_size}')
-    return (rewards if rewards.is_floating_point() else rewards.float()).view(-1, group_size)
+        raise BatchShapeError(f'rewards of shape {tuple(rewards.shape)} do not split by group_size={group_size}')
+    return (rewards if rewards.is_floating_point() else rewards.float()).reshape(-1, group_size)
 
 # %% ../nbs/08_grpo.ipynb #c1b88400
 def leave_one_out_baseline(
@@ -113,7 +113,7 @@ def compute_advantages(
     tracker:EMATracker|None=None,   # the memory of `ema`, updated here; None: no past
     tasks:Sequence[str]|None=None,  # for `ema`: B / G task names, one per prompt; None: one task
 )->Tensor:                          # (B,) advantages, no unit; exactly 0 in a group of equal rewards
-    "Subtract the baseline, divide by the spread, and give every group of equal rewards (so every group of one) exactly 0."
+    "Subtract the baseline, divide by the spread; a group of equal rewards (so every group of one) gets exactly 0."
     check_option('baseline', baseline, BASELINES)
     check_option('scale_rewards', scale_rewards, REWARD_SCALES)
     groups = by_group(rewards.detach(), group_size)
@@ -183,7 +183,8 @@ def aggregate(
     values = torch.where(mask, values, values.new_zeros(()))
     if loss_type == 'grpo': values = values / mask.sum(1, keepdim=True).clamp(min=1)
     if loss_type == 'dr_grpo':
-        if max_completion_length is None: raise MissingInputError('loss_type=dr_grpo needs max_completion_length, got None')
+        if not max_completion_length:
+            raise MissingInputError(f'loss_type=dr_grpo needs max_completion_length, got {max_completion_length}')
         items = items * max_completion_length
     return values.sum() / items.clamp(min=1)
 
@@ -196,19 +197,20 @@ def loss_metrics(
     clip_high:float,        # as in the loss
     **tokens:Tensor|None,   # (B, T) named quantities (kl, entropy) to average over the active tokens; None: left out
 )->dict[str, Tensor]:       # metric name -> () value
-    "Say where clipping acts, how far the policy moved, and the mean of each named quantity (of kl also two percentiles)."
+    "Say where clipping acts, how far the policy moved, and the mean of each named quantity."
     mask = completion_mask.bool()
     def active(values): return mask if values.shape[1] == mask.shape[1] else mask.any(1, keepdim=True)
     low, high = (ratio < 1 - clip_low) & (advantages < 0), (ratio > 1 + clip_high) & (advantages > 0)
-    shares = {'low': low, 'high': high, 'region': low | high}
-    metrics = {f'clip_ratio/{name}_mean': (flags & active(flags)).sum().to(ratio.dtype) / active(flags).sum().clamp(min=1)
-               for name, flags in shares.items()}
+    count = active(low).sum().clamp(min=1)
+    metrics = {f'clip_ratio/{name}_mean': (flags & active(flags)).sum().to(ratio.dtype) / count
+               for name, flags in (('low', low), ('high', high), ('region', low | high))}
     metrics['ratio_max'] = ratio.masked_fill(~active(ratio), 0.0).max()
     for name, values in tokens.items():
         if values is None: continue
         chosen = values[mask] if values[mask].numel() else values.new_zeros(1)
         metrics[name] = chosen.mean()
-        if name == 'kl': metrics['kl_5pct'], metrics['kl_95pct'] = chosen.quantile(chosen.new_tensor([.05, .95])).unbind()
+        if name == 'kl':
+            metrics['kl_5pct'], metrics['kl_95pct'] = chosen.quantile(chosen.new_tensor([.05, .95])).unbind()
     return metrics
 
 # %% ../nbs/08_grpo.ipynb #81a19ca4
@@ -218,7 +220,8 @@ def _check_batch(shape:torch.Size, advantages:Tensor, **tensors:Tensor|None)->Te
         if tensor is not None and tensor.shape != shape:
             raise BatchShapeError(f'{name} has shape {tuple(tensor.shape)}, logprobs {tuple(shape)}; they must agree')
     if advantages.shape not in (shape, shape[:1]):
-        raise BatchShapeError(f'advantages have shape {tuple(advantages.shape)}; valid are {tuple(shape[:1])} and {tuple(shape)}')
+        raise BatchShapeError(f'advantages have shape {tuple(advantages.shape)}, '
+                              f'valid are {tuple(shape[:1])} and {tuple(shape)}')
     return advantages.detach().reshape(shape[0], -1)
 
 
@@ -249,7 +252,7 @@ def grpo_loss(
     clip_low:float=0.2,             # PPO range below 1, >= 0
     clip_high:float=0.2,            # PPO range above 1, >= 0
     kl_coef:float=0.0,              # weight of the KL term, >= 0
-    kl_estimator:str='kl3',         # kl1 | kl2 | kl3 from the sampled tokens; forward | reverse | symmetric: see token_kl
+    kl_estimator:str='kl3',         # kl1 | kl2 | kl3 from sampled tokens, forward | reverse | symmetric: see token_kl
     kl_unbiased:bool=True,          # reweight the estimate so that its expected gradient is that of KL(pi || ref)
     loss_type:str='dapo',           # grpo | bnpo | dr_grpo | dapo
     importance_level:str='token',   # token | sequence
@@ -268,9 +271,11 @@ def grpo_loss(
     kl = _kl_term(logprobs, ref_logprobs, token_kl, mask, kl_estimator, weight)
     source = 'ref_logprobs' if kl_estimator in SAMPLED_KL else f'token_kl for kl_estimator={kl_estimator}'
     terms = {'policy_loss': aggregate(policy_term(ratio, columns, clip_low, clip_high), *mean)}
-    if kl_coef: terms['kl_loss'] = kl_coef * aggregate(_needed(f'kl_coef={kl_coef}', kl, source, logprobs), *mean)
+    if kl_coef:
+        terms['kl_loss'] = kl_coef * aggregate(_needed(f'kl_coef={kl_coef}', kl, source, logprobs), *mean)
     if entropy_coef:
-        terms['entropy_loss'] = -entropy_coef * aggregate(_needed(f'entropy_coef={entropy_coef}', entropy, 'entropy', logprobs), *mean)
+        bonus = _needed(f'entropy_coef={entropy_coef}', entropy, 'entropy', logprobs)
+        terms['entropy_loss'] = -entropy_coef * aggregate(bonus, *mean)
     with torch.no_grad():
         shown = _kl_term(logprobs, ref_logprobs, None, mask, 'kl3', weight) if kl_estimator == 'kl1' else kl
         metrics = loss_metrics(ratio, columns, mask, clip_low, clip_high, kl=shown, entropy=entropy) | terms
@@ -306,7 +311,7 @@ def gae(
         advantages[:, t], next_value = future, values[:, t]
     return advantages, advantages + values
 
-
+# %% ../nbs/08_grpo.ipynb #5da731e1
 def value_loss(
     values:Tensor,                    # (B, T) the critic's predictions, with grad
     returns:Tensor,                   # (B, T) targets from `gae`, no grad

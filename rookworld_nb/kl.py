@@ -41,7 +41,7 @@ def per_token_kl(
     ref_logprobs:Tensor,   # (B, T) the same tokens under the reference, nats, no grad
     estimator:str='kl3',   # kl1 | kl2 | kl3
 )->Tensor:                 # (B, T) nats; kl2 and kl3 are never negative
-    "Estimate the KL divergence to the reference at each token: d, d^2/2 or e^-d - 1 + d with d = logprobs - ref_logprobs."
+    "Estimate the KL to the reference at each token: d, d^2/2 or e^-d - 1 + d with d = logprobs - ref_logprobs."
     check_option('kl_estimator', estimator, SAMPLED_KL)
     difference = logprobs - ref_logprobs
     if estimator == 'kl1': return difference
@@ -103,7 +103,8 @@ class KLConfig:
         if not 0 <= self.kl_coef < float('inf'): raise SettingError(f'kl_coef={self.kl_coef} must be finite and >= 0')
         if not self.kl_target > 0: raise SettingError(f'kl_target={self.kl_target} must be > 0')
         if self.kl_warmup_steps < 0: raise SettingError(f'kl_warmup_steps={self.kl_warmup_steps} must be >= 0')
-        if not 0 <= self.kl_warmup_factor <= 1: raise SettingError(f'kl_warmup_factor={self.kl_warmup_factor} must be in [0, 1]')
+        if not 0 <= self.kl_warmup_factor <= 1:
+            raise SettingError(f'kl_warmup_factor={self.kl_warmup_factor} must be in [0, 1]')
         if not 0 < self.kl_coef_min <= self.kl_coef_max:
             raise SettingError(f'kl_coef_min={self.kl_coef_min} must be > 0 and at most kl_coef_max={self.kl_coef_max}')
         if self.kl_control == 'adaptive' and not self.kl_coef_min <= self.kl_coef <= self.kl_coef_max:
@@ -112,7 +113,7 @@ class KLConfig:
 
 # %% ../nbs/07_kl.ipynb #39ece1dc
 class KLController:
-    """The KL coefficient over a run: fixed, or steered towards a target; its warm-up is applied on use, never stored."""
+    """The KL coefficient over a run: fixed, or steered towards a target; a warm-up is applied on use, never stored."""
     STEP = 1.5  # factor of one correction, and of the dead band on either side of the target
 
     def __init__(self,
@@ -130,7 +131,7 @@ class KLController:
         kl:float, # measured per-token mean, nats, of a non-negative estimator; nan changes nothing
         step:int, # optimiser step at which it was measured, the first is 1
     )->float:     # the stored coefficient afterwards
-        "Move the stored coefficient by one factor if `kl` left the band around the target; call once per batch of rollouts."
+        "Move the stored coefficient by one factor if `kl` left its band; call once per batch of rollouts."
         config = self.config
         if config.kl_control == 'adaptive' and step > config.kl_warmup_steps:
             if kl > self.STEP * config.kl_target: self.kl_coef = min(self.kl_coef * self.STEP, config.kl_coef_max)

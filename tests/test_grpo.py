@@ -310,11 +310,13 @@ def loop_advantages(rewards, size, baseline, scale):
 @given(seed=SEEDS, size=st.integers(2, 6), groups=st.integers(1, 4), levels=st.integers(1, 4))
 def test_advantages_equal_plain_statistics(baseline, scale, seed, size, groups, levels):
     rewards = torch.randint(0, levels + 1, (size * groups,), generator=rng(seed)).double() * .37 - .3
-    assert_close(compute_advantages(rewards, size, baseline, scale), fp64(loop_advantages(rewards.tolist(), size, baseline, scale)), **EXACT)
+    expected = loop_advantages(rewards.tolist(), size, baseline, scale)
+    assert_close(compute_advantages(rewards, size, baseline, scale), fp64(expected), **EXACT)
 
 
 @settings(max_examples=60, deadline=None)
-@given(reward=st.floats(-.25, 1, width=32), size=st.integers(1, 16), baseline=st.sampled_from(BASELINES), scale=st.sampled_from(REWARD_SCALES))
+@given(reward=st.floats(-.25, 1, width=32), size=st.integers(1, 16), baseline=st.sampled_from(BASELINES),
+       scale=st.sampled_from(REWARD_SCALES))
 def test_a_tied_group_is_exactly_zero_beside_any_other(reward, size, baseline, scale):
     tied = torch.full((size,), reward)
     assert compute_advantages(tied, size, baseline, scale).tolist() == [0.0] * size
