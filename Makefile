@@ -50,7 +50,7 @@ readme: .venv/.dev ## write README.md from nbs/index.ipynb
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "rookworld_nb needs Python 3.11 or newer, and $(PYTHON) is " \
 	  + sys.version.split()[0] + ": name another with make PYTHON=python3.12")'
-	bash .ci/debian python3-venv:python3-venv:"everything, for $(PYTHON) cannot make virtual environments"
+	bash .ci/debian python3-venv:python3-venv:"the virtual environment of $(PYTHON)"
 	$(PYTHON) -m venv --clear .venv
 
 # torch comes first and pinned, so that pip takes the build that is at hand and never looks for another

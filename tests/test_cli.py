@@ -1,8 +1,11 @@
 """The command line: every flag arrives, every mistake costs one line, every command does what it says."""
 import dataclasses
+import functools
 import importlib
+import io
 import json
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +18,7 @@ import torch
 from rookworld_nb import cli
 from rookworld_nb.cli import COMMANDS, REQUIRED, UsageError, as_text, flags_of, main, parse_value
 from rookworld_nb.model import GPT, GPTConfig
+from rookworld_nb.positions import shipped
 from rookworld_nb.pretrain import board_tokenizer
 from rookworld_nb.rewards import RewardScorer
 from rookworld_nb.rules import Candidate, EngineNotFound, env_step, find_stockfish, legal_moves
@@ -23,6 +27,7 @@ from rookworld_nb.weights import save_pretrained
 
 START = 'rnbqkbnr/pppppppp/8/8/8/8/PPPPPPPP/RNBQKBNR w KQkq - 0 1'
 SCRIPT = Path(sys.executable).parent/'rookworld'
+read_once = functools.cache(shipped)
 POLICY = ' M: e2e4 d2d4 g1f3 c2c4 b1c3 E: 0.3 0.3 0.2 0.1 0.0 B: e2e4'
 
 
@@ -47,7 +52,6 @@ def cwd(tmp_path, monkeypatch) -> Path:
 def call(capsys, monkeypatch):
     """Run a command; the exit code, the lines of its output, the text of its errors."""
     def run(*words: str, stdin: str = '') -> tuple[int, list[str], str]:
-        import io
         monkeypatch.setattr(sys, 'stdin', io.StringIO(stdin))
         code = main([str(word) for word in words])
         done = capsys.readouterr()
@@ -92,16 +96,16 @@ def test_flags_do_not_collide(name):
     assert len(words) == len(set(words)) and '--config' not in words and '--help' not in words
 
 
-def other_values(kind, default) -> list:
-    """Values of a kind that differ from a default."""
+def other_values(kind, default, about: str = '') -> list:
+    """Values of a kind that differ from a default; texts are tried from the help, which names them."""
     options = [option for option in get_args(kind) if option not in (NoneType, ...)]
     if get_origin(kind) is Literal or kind is bool:
         return [value for value in options or (True, False) if value != default]
     if get_origin(kind) is tuple:
         return [(value,) for value in other_values(options[0], None) if (value,) != default]
     if options:
-        return other_values(options[0], default)
-    values = {int: [2, 3, 8, 16, 1], float: [.25, .75, .5, 1.5, 20., -.5], str: ['cpu', 'nano', 'else'], Path: [Path('x')]}
+        return other_values(options[0], default, about)
+    values = {int: [2, 3, 8, 16, 1], float: [.25, .75, .5, 1.5, 20., -.5], str: ['cpu', *re.findall(r'\w+', about)], Path: [Path('x')]}
     return [value for value in values[kind] if value != default]
 
 
@@ -123,11 +127,11 @@ def test_every_flag_arrives(name, monkeypatch, cwd):
     before = dict(received)
     for flag in kinds:
         arrived = []
-        for value in other_values(flag.kind, flag.default):
+        for value in other_values(flag.kind, flag.default, flag.help):
             switch = flag.word if value else flag.word.replace('--', '--no-')
             words = [switch] if flag.kind is bool else [flag.word, as_text(value)]
             if main([name, *words]) != 0:
-                continue  # a value that the configuration refuses
+                continue  # the configuration refuses it
             assert received[flag.name] == value
             assert {k: v for k, v in received.items() if k != flag.name and before.get(k, flag) != v and k in before} == {}
             toml = as_text(value) if flag.kind is bool else json.dumps(as_text(value))
@@ -233,6 +237,27 @@ MISTAKES = [
     ('eval --data lines.txt --max-new-tokens 0', '', ['--max-new-tokens', '0']),
     ('eval --data lines.txt --batch 0', '', ['--batch', '0']),
     ('eval --data lines.txt --model no/such/folder', '', ['no/such/folder']),
+    ('train --steps 0', '', ['--steps', '0']),
+    ('train --step 10', '', ['--step', '--steps']),
+    ('train --lr fast', '', ['--lr', 'fast']),
+    ('train --lr -1', '', ['lr', '-1']),
+    ('train --group-size 1', '', ['group_size', '1']),
+    ('train --batch-positions 0', '', ['batch_positions', '0']),
+    ('train --temperature nan', '', ['--temperature', 'nan']),
+    ('train --mix-env-ratio 1.5', '', ['mix_env_ratio', '1.5']),
+    ('train --loss-type ppo', '', ['loss_type', 'ppo', 'dapo']),
+    ('train --kl-estimator kl4', '', ['kl_estimator', 'kl4', 'kl3']),
+    ('train --baseline-type best', '', ['best', 'group_mean']),
+    ('train --reward-shaping cubic', '', ['shaping', 'cubic', 'graduated']),
+    ('train --clip-range -1', '', ['clip', '-1']),
+    ('train --model no/such/folder', '', ['no/such/folder']),
+    ('train --data no.txt', '', ['no.txt']),
+    ('train --data bad.toml', '', ['bad.toml']),
+    ('train --output-dir lines.txt', '', ['--output-dir', 'lines.txt']),
+    ('train --stockfish-path no/engine', '', ['no/engine']),
+    ('train --device tpu', '', ['--device', 'tpu', 'cpu']),
+    ('train --max-positions 0', '', ['--max-positions', '0']),
+    ('train --eval-policy 1000000', '', ['--eval-policy', '1000000']),
     ('pretrain --steps 0', '', ['steps', '0']),
     ('pretrain --lr fast', '', ['--lr', 'fast']),
 ]
@@ -246,11 +271,12 @@ def test_a_mistake_costs_one_line_and_creates_nothing(words, stdin, named, call,
     (cwd/'value.toml').write_text('n = "many"')
     (cwd/'lines.txt').write_text('\n'.join(env_lines(2)))
     monkeypatch.setattr('rookworld_nb.rules.find_stockfish', lambda path=None: find_engine(path))
+    monkeypatch.setattr('rookworld_nb.run.shipped', read_once)
     before = sorted(cwd.rglob('*'))
     code, lines, errors = call(*words.split(), stdin=stdin)
     assert code == 2 and lines == []
     message = errors.splitlines()[-1]
-    assert len([line for line in errors.splitlines() if not line.endswith('malformed lines') and 'skipped' not in line]) == 1
+    assert len([line for line in errors.splitlines() if 'left out' not in line]) == 1  # data lines are named beside it
     assert message.startswith('rookworld') and all(part in message for part in named), message
     assert len(message) < 400 and sorted(cwd.rglob('*')) == before
 

@@ -217,6 +217,36 @@ def test_lint():
     subprocess.run([SCRIPTS/'ruff', 'check', '--no-cache', 'rookworld_nb', 'tests'], cwd=ROOT, check=True, timeout=60)
 
 
+# ---- the commands of the README
+
+def test_missing_debian_packages_cost_one_line(tmp_path):
+    for program in ('bash', 'id'):  # a machine with neither apt-get nor sudo
+        (tmp_path/program).symlink_to(shutil.which(program))
+    wanted = ['bash:bash:nothing', 'chessengine:chess-engine:games against an engine']
+    done = subprocess.run(['bash', ROOT/'.ci'/'debian', *wanted], env={'PATH': str(tmp_path)}, text=True, capture_output=True, timeout=60)
+    assert done.returncode == 1 and done.stderr == '' and len(done.stdout.splitlines()) == 1
+    assert done.stdout.startswith('Skipped: games against an engine') and 'apt-get install chess-engine' in done.stdout
+    done = subprocess.run(['bash', ROOT/'.ci'/'debian', wanted[0]], env={'PATH': str(tmp_path)}, text=True, capture_output=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, '', '')
+
+
+def dry_run(target: str, tree: Path) -> str:
+    """What make would do on a machine that has nothing yet."""
+    return subprocess.run(['make', '-n', target], cwd=tree, check=True, text=True, capture_output=True, timeout=60).stdout
+
+
+@pytest.mark.skipif(not shutil.which('make'), reason='make is not installed')
+def test_each_command_stands_alone(tmp_path):
+    tree = copy_of_the_tree(tmp_path)
+    pin = next(line for line in (ROOT/'constraints.txt').read_text().splitlines() if line.startswith('torch=='))
+    for target, extra, last in (('train', '', 'rookworld train'), ('test', '[dev]', '-m pytest')):
+        plan = dry_run(target, tree)
+        steps = ['-m venv', f'-c constraints.txt {pin}', f"-c constraints.txt -e '.{extra}'", last]
+        assert [plan.find(step) for step in steps] == sorted(plan.find(step) for step in steps)
+        assert all(step in plan for step in steps)
+    assert 'apt-get' not in dry_run('train', tree) and 'stockfish' not in dry_run('train', tree)
+
+
 # ---- packaging
 
 @pytest.fixture(scope='module')
