@@ -8,7 +8,7 @@ __all__ = ['Shaping', 'Scaling', 'RANGES', 'POSITIVE', 'PARTS', 'SETTINGS', 'COL
            'evals_score', 'best_score', 'env_scores', 'Judged', 'read_policy', 'read_env', 'judge_policy', 'judge_env',
            'judge', 'ladder_rung', 'shape_reward', 'MissingTarget', 'BadTarget', 'Analyser', 'prompt_position',
            'stored_truth', 'rules_truth', 'engine_truth', 'find_truth', 'RunningNorm', 'final_rewards', 'blend_shares',
-           'component_row', 'Scores', 'find_truths', 'RewardScorer']
+           'component_row', 'component_table', 'Scores', 'find_truths', 'RewardScorer']
 
 # %% ../nbs/05_rewards.ipynb #b4f48dd3
 import math
@@ -55,11 +55,11 @@ class RewardConfig:
     fen_scaling: Scaling = 'exponential'      # A: curve of the next position's similarity
     flags_scaling: Scaling = 'linear'         # A: curve of the flags' score
     illegal_cost: float = 0.5                 # P: what an illegal or repeated candidate takes away, in matched moves
-    legal_credit: float = 0.0                 # P: what a legal candidate outside the engine's set adds, in matched moves
+    legal_credit: float = 0.0                 # P: what a legal move outside the engine's set adds, in matched moves
     eval_tolerance: float = 0.5               # P: win-probability error at which an evaluation earns nothing
     best_floor: float = 0.2                   # P: credit of a listed move that throws everything away
     best_loss_scale: float = 0.1              # P: win-probability lost at which the credit above the floor falls to 1/e
-    unlisted_share: float = 0.5               # P: credit of a legal unlisted best move, as share of the worst listed one's
+    unlisted_share: float = 0.5               # P: credit of a legal unlisted best move, share of the worst listed's
     reward_tolerance: float = 0.01            # A: largest accepted error of the environment's reward, exclusive
     reward_warmup_steps: int = 0              # scorer calls over which content is blended in after structure; 0 is off
     normalize: bool = False                   # divide rewards by a running standard deviation, per task
@@ -304,7 +304,10 @@ class BadTarget(ValueError):
 class Analyser(Protocol):
     """Anything that can list an engine's best moves, for instance `rules.Stockfish`."""
 
-    def analyse(self, fen: str) -> Sequence[Candidate]:
+    def analyse(
+        self,
+        fen: str, # position, side to move included
+    ) -> Sequence[Candidate]: # moves with evaluations, best first
         """Return the engine's candidates for the side to move, best first."""
 
 
@@ -422,20 +425,30 @@ def blend_shares(
         shares[task] = tuple(weight/sum(weights) for weight in weights)
     return shares
 
-
+# %% ../nbs/05_rewards.ipynb #038e55a1
 def component_row(
-    judged: Judged,          # a judged completion
-    shares: Sequence[float], # share of each score in the blend, sums to 1
-    cfg: RewardConfig,       # scalings, shaping, penalty
-) -> tuple:                  # one value per column of COLUMNS
+    judged: Judged,                         # a judged completion
+    terms: Sequence[tuple[float, Scaling]], # share in the blend and curve of each score
+    cfg: RewardConfig,                      # shaping, penalty
+) -> tuple:                                 # one value per column of COLUMNS
     """Scale, blend and shape one completion's scores."""
-    scores, raw = [], 0.
-    for score, share, name in zip(judged.scores, shares, SETTINGS[judged.task]):
-        scores.append(scale_score(score, getattr(cfg, f'{name}_scaling', 'linear')))
-        raw += share*scores[-1]
-    raw, absent = min(1., raw), (math.nan,)*3
+    scores = [scale_score(score, curve) for score, (_, curve) in zip(judged.scores, terms)]
+    raw = min(1., sum(score*share for score, (share, _) in zip(scores, terms)))
+    absent = (math.nan,)*3
     parts = (*scores, *absent) if judged.task == 'P' else (scores[0], *absent, *scores[1:])
     return judged.task, *parts, raw, shape_reward(judged, raw, cfg)
+
+
+def component_table(
+    judged: Sequence[Judged], # B judged completions
+    cfg: RewardConfig,        # weights, scalings, shaping
+    step: int,                # scorer calls so far, for the warm-up
+) -> pd.DataFrame:            # B rows, COLUMNS; NaN where a score belongs to the other task
+    """The table of all parts, one row a completion."""
+    terms = {}
+    for task, shares in blend_shares(cfg, step).items():
+        terms[task] = [(share, getattr(cfg, f'{name}_scaling', 'linear')) for share, name in zip(shares, SETTINGS[task])]
+    return pd.DataFrame.from_records([component_row(one, terms[one.task], cfg) for one in judged], columns=COLUMNS)
 
 # %% ../nbs/05_rewards.ipynb #38a8ea3e
 @dataclass(frozen=True)
@@ -463,7 +476,6 @@ def find_truths(
 # %% ../nbs/05_rewards.ipynb #06f1a995
 class RewardScorer:
     """Score completions against stored targets, the rules and an engine."""
-
     def __init__(
         self,
         cfg: RewardConfig | None = None, # weights, shaping and the rest; None is the default
@@ -480,9 +492,8 @@ class RewardScorer:
     ) -> Scores:                                     # rewards (B,) and the table of components
         """Find every truth, score every completion, count the call."""
         truths = find_truths(prompts, completions, targets, self.engine)
-        judged, shares = [judge(*pair, self.cfg) for pair in zip(completions, truths)], blend_shares(self.cfg, self.step)
-        rows = [component_row(one, shares[one.task], self.cfg) for one in judged]
-        components = pd.DataFrame.from_records(rows, columns=COLUMNS)
+        judged = [judge(*pair, self.cfg) for pair in zip(completions, truths)]
+        components = component_table(judged, self.cfg, self.step)
         self.step += 1
         return Scores(final_rewards(components, self.norms if self.cfg.normalize else {}), components)
 
@@ -494,7 +505,10 @@ class RewardScorer:
         """The call counter and the running averages, as plain numbers."""
         return {'step': self.step, 'norms': {task: (norm.mean, norm.std) for task, norm in self.norms.items()}}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(
+        self,
+        state: dict[str, Any], # as `state_dict` gave it
+    ) -> None:
         """Continue where another scorer stopped."""
         self.step = state['step']
         for task, moments in state['norms'].items():
