@@ -251,11 +251,11 @@ def token_logprobs(
     ids: Tensor,         # (M,) int64, the token that followed each
     temperature: float,  # >= 0; 0 counts as 1
     with_entropy: bool,  # also the entropy of the whole distribution
-) -> Tensor:             # (2, M) or (1, M) fp32 nats: log-probability of ids, and entropy
+) -> tuple[Tensor, Tensor|None]: # (M,) log-probabilities of ids and (M,) entropies, nats, fp32
     'Log-probabilities of the tokens that followed, and how undecided the model was.'
     logprobs = (model.logits(hidden).float()/(temperature or 1.)).log_softmax(-1)
     chosen = logprobs.gather(1, ids[:, None]).squeeze(1)
-    return torch.stack([chosen, -torch.linalg.vecdot(logprobs.exp(), logprobs)]) if with_entropy else chosen[None]
+    return chosen, -torch.linalg.vecdot(logprobs.exp(), logprobs) if with_entropy else None
 
 # %% ../nbs/06_sampling.ipynb #9e5e66df
 def completion_logprobs(
@@ -266,17 +266,17 @@ def completion_logprobs(
     group_size: int,         # G
     temperature: float,      # the one that was sampled with
     completion_mask: Tensor, # (N, T) bool
-    with_entropy: bool=True, # False saves one pass over the vocabulary
+    with_entropy: bool=True, # False saves one pass over the vocabulary; backward skips an entropy that no loss uses
     tile_elements: int=2**24,# logits held at once; more than that is done in tiles
 ) -> tuple[Tensor, Tensor|None]: # (N, T) log-probabilities and entropies, nats, fp32, differentiable; 0 where masked
     'Log-probabilities of given completions, as `sample` reports them, with gradients.'
     hidden = completion_hidden(model, prompt_ids, prompt_mask, completion_ids, completion_mask, group_size)
     ids, size = completion_ids[completion_mask], max(1, tile_elements//model.cfg.vocab_size)
-    if len(ids) <= size: values = token_logprobs(model, hidden, ids, temperature, with_entropy)
-    else:
-        tiles = zip(hidden.split(size), ids.split(size))
-        values = torch.cat([checkpoint(token_logprobs, model, h, i, temperature, with_entropy, use_reentrant=False,
-                                       preserve_rng_state=False) for h, i in tiles], 1)
-    out = values.new_zeros(len(values), *completion_mask.shape)
-    out[:, completion_mask] = values
-    return out[0], out[1] if with_entropy else None
+    tiles = list(zip(hidden.split(size), ids.split(size)))
+    if len(tiles) == 1: values = [token_logprobs(model, hidden, ids, temperature, with_entropy)]
+    else: values = [checkpoint(token_logprobs, model, h, i, temperature, with_entropy, use_reentrant=False,
+                               preserve_rng_state=False) for h, i in tiles]
+    zeros = torch.zeros(completion_mask.shape, device=ids.device)
+    logprobs, entropy = (None if parts[0] is None else zeros.masked_scatter(completion_mask, torch.cat(parts))
+                         for parts in zip(*values))
+    return logprobs, entropy

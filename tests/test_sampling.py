@@ -4,7 +4,7 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.testing import assert_close
@@ -16,6 +16,7 @@ from rookworld_nb.sampling import (PromptLengthError, SamplingError, completion_
 
 WORDS = ['<|endoftext|>', *'abcdefghijklmnopqrstuvw']
 END = 0
+CALM = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # a busy machine is no failure
 
 
 @pytest.fixture(scope='module')
@@ -179,7 +180,7 @@ def ends_at(lengths):
     return rigged
 
 
-@settings(max_examples=25, deadline=None)
+@settings(CALM, max_examples=15)
 @given(st.lists(st.integers(1, 7), min_size=12, max_size=12))
 @example([1]*12)
 @example([1, 7]*6)
@@ -195,11 +196,13 @@ def test_whatever_rows_end_when_the_others_go_on_as_if_alone(tokenizer, lengths)
     assert r.completion_mask.sum(1).tolist() == lengths and r.completion_ids.shape[1] == max(lengths)
     alive = [[i for i, n in enumerate(lengths) if n > t] for t in range(1, max(lengths))]
     assert [n for n, _ in extended] == [len(rows) for rows in alive]
-    assert all(0.75*stored < len({i//3 for i in rows}) for (_, stored), rows in zip(extended, alive))  # prompts leave too
+    assert all(0.75*stored < len({i//3 for i in rows}) for (_, stored), rows in zip(extended, alive))  # prompts too
+    assert all(r.completion_ids[row, n-1] == END and (r.texts[row] == '') == (n == 1) for row, n in enumerate(lengths))
     with torch.no_grad():
-        for row, n in enumerate(lengths):
-            assert_close(r.logprobs[row, :n], full_logprobs(model, r, row)[0], atol=1e-5, rtol=0)
-            assert r.completion_ids[row, n-1] == END and (r.texts[row] == '') == (n == 1)
+        logits = model(*(torch.cat([prompt.repeat_interleave(3, 0), done], 1) for prompt, done in
+                         ((r.prompt_ids, r.completion_ids), (r.prompt_mask, r.completion_mask))))
+    full = logits[:, r.prompt_ids.shape[1]-1:-1].log_softmax(-1).gather(2, r.completion_ids[..., None])[..., 0]
+    assert_close(r.logprobs, full*r.completion_mask, atol=1e-5, rtol=0)
 
 
 def test_texts_are_cut_before_the_end_token(model, tokenizer):
@@ -240,7 +243,7 @@ def test_second_tokens_are_distributed_given_the_first(tokenizer):
     assert dof >= 5 and chi2 < dof+4*(2*dof)**0.5
 
 
-@settings(max_examples=200, deadline=None)
+@settings(CALM, max_examples=200)
 @given(st.lists(st.sampled_from([float('-inf'), -200., -3., 0., 1., 4.]), min_size=1, max_size=9)
        .filter(lambda z: max(z) > -100),
        st.sampled_from([0., 0.25, 0.5, 1-2**-24]), st.sampled_from([0., 0.5, 1.]))
@@ -337,7 +340,7 @@ def test_sampled_logprobs_can_enter_an_autograd_graph(model, tokenizer):
 
 # ---------------------------------------------------------------- ragged completions
 
-@settings(max_examples=100, deadline=None)
+@settings(CALM, max_examples=100)
 @given(st.lists(st.integers(0, 150), min_size=1, max_size=40))
 def test_buckets_are_a_partition_of_like_lengths(lengths):
     buckets = length_buckets(torch.tensor(lengths))
@@ -347,7 +350,7 @@ def test_buckets_are_a_partition_of_like_lengths(lengths):
         assert len(bucket) and inside.max() <= 1.5*max(int(inside.min()), 8)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(CALM, max_examples=30)
 @given(st.lists(st.integers(0, 20), min_size=6, max_size=6), st.integers(0, 1000))
 def test_hidden_states_come_in_row_order_whatever_the_lengths(lengths, seed):
     model, g = make_model(), seeded(seed)
