@@ -79,8 +79,6 @@ def check_config(
         raise SettingError(f'lr_final={config.lr_final} is not a share between 0 and 1')
     if not math.isfinite(config.entropy_coef):
         raise SettingError(f'entropy_coef={config.entropy_coef} must be finite')
-    if config.warmup_steps >= config.steps and config.lr_schedule != 'constant':
-        raise SettingError(f'warmup_steps={config.warmup_steps} leaves nothing of steps={config.steps} to the schedule')
 
 # %% ../nbs/11_trainer.ipynb #ff58fc20
 def lr_factor(
