@@ -143,7 +143,7 @@ class Parser(argparse.ArgumentParser):
         message: str,  # argparse's own
     ) -> None:
         "Raise instead of printing the usage and leaving."
-        raise UsageError(message)
+        raise UsageError(message.removeprefix('argument '))
 
 
 def placeholder(
@@ -371,7 +371,7 @@ def score(
                                               [row.get('target') for row in rows])
     for row, reward, parts in zip(rows, scores.rewards.tolist(), scores.components.to_dict('records')):
         del parts['reward']
-        emit(row | dict(reward=reward, components=without_nan(parts)))
+        emit(row | dict(reward=round(reward, 6), components=without_nan(parts)))
 
 # %% ../nbs/17_cli.ipynb #f38b974f
 def positions_in(
@@ -472,7 +472,7 @@ def evaluate_model(
     policy, tokenizer = load_pretrained(model, torch_device(device))
     tables = [evaluate(policy, tokenizer, samples, each, seed, None, samples_per_prompt, max_new_tokens, batch)
               for each in temperature]
-    summary = summarise(pd.concat(tables)).reset_index()
+    summary = summarise(pd.concat(tables)).reset_index().sort_values('task', ascending=False, kind='stable')
     chances = chance_line(samples)
     summary['chance'] = [chances.get((task, metric)) for task, metric in zip(summary['task'], summary['metric'])]
     recalls = {each: recall_table(table) for each, table in zip(temperature, tables) if (table['task'] == 'A').any()}
@@ -593,7 +593,8 @@ def main(
         if name in ('-h', '--help', '--version'):
             emit(f'rookworld_nb {__version__}' if name == '--version' else overview())
         elif name not in COMMANDS:
-            raise UsageError(no_such('command', name or 'without a name', list(COMMANDS)))
+            known = list(COMMANDS)
+            raise UsageError(no_such('command', name, known) if name else f'name a command: {" ".join(known)}')
         else:
             place = f'rookworld {name}'
             with console_logging():

@@ -372,7 +372,7 @@ def test_score_keeps_rows_order_and_extra_keys(call):
     scored = [json.loads(line) for line in lines]
     assert code == 0 and [{k: v for k, v in row.items() if k not in ('reward', 'components')} for row in scored] == rows
     expected = RewardScorer()([r['prompt'] for r in rows], [r['completion'] for r in rows], [r.get('target') for r in rows])
-    assert [row['reward'] for row in scored] == expected.rewards.tolist()
+    assert [row['reward'] for row in scored] == pytest.approx(expected.rewards.tolist(), abs=1e-6)
     assert {row['components']['task'] for row in scored} == {'P', 'A'}
     assert all(set(row['components']) == {'task', 'format', *parts, 'raw'} for row in scored
                for parts in [('candidates', 'evals', 'best') if row['prompt'][0] == 'P' else ('fen', 'flags', 'reward_value')])
