@@ -287,8 +287,8 @@ class KVCache:
             self.n_slots = self.n_slots or N
             for store in (self.keys, self.values): store.append(k.new_empty(N, H, self.capacity, d))
         if N != len(self.keys[layer]) or end > self.capacity:
-            raise SequenceError(f'a cache of {len(self.keys[layer])} rows, {self.length} of {self.capacity} tokens used, '
-                                f'cannot take {T} tokens for {N} rows')
+            size = f'{len(self.keys[layer])} rows, {self.length} of {self.capacity} tokens used'
+            raise SequenceError(f'a cache of {size}, cannot take {T} tokens for {N} rows')
         for store, new in ((self.keys, k), (self.values, v)): store[layer][:, :, self.length:end] = new.detach()
         return self.keys[layer][:, :, :end], self.values[layer][:, :, :end]
 

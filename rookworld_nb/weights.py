@@ -29,7 +29,7 @@ END_TOKEN = '<|endoftext|>'  # document start, stop token and padding at once
 
 
 class ModelNameError(ValueError): 'A model name that leads nowhere: no embedded model, no folder, no hub id.'
-class ModelFileError(ValueError): 'A model folder whose files cannot be used; the message names the file and the tensor or key.'
+class ModelFileError(ValueError): 'Model files that cannot be used; the message names the file and the tensor or key.'
 
 # %% ../nbs/01_weights.ipynb #35191d62
 def bpe_tokenizer(
@@ -78,9 +78,10 @@ def check_tokenizer(
         raise ModelFileError(f'the tokenizer has id {top} ({token!r}), the model a vocab_size of {cfg.vocab_size}')
 
 # %% ../nbs/01_weights.ipynb #10b61e67
-REQUIRED = {'model_type': ('gpt2',), 'activation_function': ('gelu_new', 'gelu_pytorch_tanh'), 'layer_norm_epsilon': (1e-5,),
-            'tie_word_embeddings': (True,), 'scale_attn_weights': (True,), 'scale_attn_by_inverse_layer_idx': (False,),
-            'add_cross_attention': (False,)}  # what `GPT` computes; an absent key means the first value
+REQUIRED = {  # what `GPT` computes; an absent key means the first value
+    'model_type': ('gpt2',), 'activation_function': ('gelu_new', 'gelu_pytorch_tanh'), 'layer_norm_epsilon': (1e-5,),
+    'tie_word_embeddings': (True,), 'scale_attn_weights': (True,), 'scale_attn_by_inverse_layer_idx': (False,),
+    'add_cross_attention': (False,)}
 
 
 def read_json(
@@ -131,7 +132,8 @@ def load_tensors(
         if Path(name).name != name: raise ModelFileError(f'{index}: the shard {name!r} lies outside the folder')
         tensors |= load_shard(folder/name)
     for name, shard in weight_map.items():
-        if name not in tensors: raise ModelFileError(f'{folder/shard}: tensor {name} is missing, though {index.name} lists it')
+        if name not in tensors:
+            raise ModelFileError(f'{folder/shard}: tensor {name} is missing, though {index.name} lists it')
     return tensors
 
 # %% ../nbs/01_weights.ipynb #50eda006
@@ -145,9 +147,11 @@ def check_tensor(
     shape: torch.Size,  # as the model wants it
 ) -> None:
     'Refuse a tensor of the wrong shape or kind, or one that holds NaN or infinity.'
-    if tensor.shape != shape: raise ModelFileError(f'tensor {name} has shape {tuple(tensor.shape)}, must be {tuple(shape)}')
-    if not tensor.is_floating_point(): raise ModelFileError(f'tensor {name} holds {tensor.dtype}, must be floating point')
-    if not tensor.isfinite().all(): raise ModelFileError(f'tensor {name} holds NaN or infinity')
+    if tensor.shape != shape: fault = f'has shape {tuple(tensor.shape)}, must be {tuple(shape)}'
+    elif not tensor.is_floating_point(): fault = f'holds {tensor.dtype}, must be floating point'
+    elif not tensor.isfinite().all(): fault = 'holds NaN or infinity'
+    else: return
+    raise ModelFileError(f'tensor {name} {fault}')
 
 # %% ../nbs/01_weights.ipynb #9a15c8d2
 def fill_model(
@@ -182,7 +186,8 @@ def config_dict(
     fixed = {key: accepted[0] for key, accepted in REQUIRED.items()}
     dropout = dict.fromkeys(('attn_pdrop', 'embd_pdrop', 'resid_pdrop'), 0.0)
     ids = dict.fromkeys(('bos_token_id', 'eos_token_id', 'pad_token_id'), end_id)
-    return {'architectures': ['GPT2LMHeadModel'], **fixed, **vars(cfg), **dropout, **ids, 'dtype': str(dtype).split('.')[-1]}
+    kind = {'architectures': ['GPT2LMHeadModel'], 'dtype': str(dtype).removeprefix('torch.')}
+    return kind | fixed | vars(cfg) | dropout | ids
 
 
 def replace_files(
@@ -223,7 +228,8 @@ def save_pretrained(
 
 # %% ../nbs/01_weights.ipynb #87124ad8
 HUB_ID = re.compile(r'[A-Za-z0-9_-][\w.-]*/[A-Za-z0-9_-][\w.-]*', re.ASCII)
-HUB_FILES = ['config.json', 'model*.safetensors', 'model.safetensors.index.json', 'tokenizer.json', 'vocab.json', 'merges.txt']
+HUB_FILES = ['config.json', 'model*.safetensors', 'model.safetensors.index.json', 'tokenizer.json', 'vocab.json',
+             'merges.txt']
 
 
 def download(
@@ -233,11 +239,12 @@ def download(
     'Fetch the model files of a hub repository; what is cached is not fetched again.'
     try: from huggingface_hub import snapshot_download
     except ImportError as e:
-        raise ModelNameError(f"{repo_id!r} is no folder here; as a hub id it needs: pip install 'rookworld_nb[hub]'") from e
+        raise ModelNameError(f"{repo_id!r} is no folder; as a hub id it needs pip install 'rookworld_nb[hub]'") from e
     try: return Path(snapshot_download(repo_id, revision=revision, allow_patterns=HUB_FILES))
     except (OSError, ValueError) as e:  # no such repository or revision, no network, no valid name
         at = '' if revision is None else f' at revision {revision!r}'
-        raise ModelNameError(f'{repo_id!r} is no folder here, and the hub does not give it{at}: {str(e).splitlines()[0]}') from e
+        why = str(e).splitlines()[0] if str(e) else type(e).__name__
+        raise ModelNameError(f'{repo_id!r} is no folder, and the hub does not give it{at}: {why}') from e
 
 # %% ../nbs/01_weights.ipynb #56aefcb0
 def model_folder(
