@@ -15,7 +15,7 @@ setuptools.setup(
     author=settings['author'], author_email=settings['author_email'], keywords=settings['keywords'].split(),
     url=settings['git_url'], license='MIT', python_requires='>='+settings['min_python'],
     long_description=(HERE/'README.md').read_text(encoding='utf-8'), long_description_content_type='text/markdown',
-    packages=[library], package_data={library: ['assets/*', 'py.typed']},
+    packages=[library], package_data={library: ['assets/*', 'assets/nano/*', 'py.typed']},
     install_requires=settings['requirements'].split(),
     extras_require={extra: settings[f'{extra}_requirements'].split() for extra in ('notebook', 'hub', 'dev')},
     entry_points={'console_scripts': [settings['console_scripts']]},

@@ -8,7 +8,8 @@ __all__ = ['logger', 'EMPTY', 'SQUARES', 'PROMOTIONS', 'CASTLING', 'HEADS', 'TOK
            'board_tokenizer', 'labelled_game', 'policy_sample', 'make_policy_data', 'env_sample', 'move_kind',
            'illegal_move', 'cornered_king', 'bare_capture', 'find_kind', 'make_env_data', 'legal_list', 'Rows', 'pack',
            'batches', 'square_slots', 'token_weights', 'completion_loss', 'completion_mask', 'board_init_',
-           'PretrainError', 'PretrainConfig', 'train', 'validate', 'prepare', 'pretrain']
+           'PretrainError', 'PretrainConfig', 'train', 'validate', 'prepare', 'natural_env_sample', 'make_prompts',
+           'pretrain']
 
 # %% ../nbs/15_pretrain.ipynb #2896c040
 import functools
@@ -33,9 +34,9 @@ from torch.nn import functional as F
 
 from .model import GPT, GPTConfig
 from .positions import Sample, random_endgame, read_lines, write_lines
-from .rules import Stockfish, env_step, fen_key
-from .tasks import env_prompt, format_env, format_policy, policy_prompt, split_line
-from .weights import END_TOKEN, end_token_id, save_pretrained
+from .rules import Stockfish, env_step, fen_key, legal_moves
+from .tasks import format_env, format_policy, parse_policy, policy_prompt, split_line
+from .weights import END_TOKEN, end_token_id, load_pretrained, save_pretrained
 
 # %% ../nbs/15_pretrain.ipynb #e03dc619
 logger = logging.getLogger(__name__)
@@ -526,7 +527,7 @@ class PretrainError(ValueError):
 class PretrainConfig:
     "Everything that decides what `rookworld pretrain` makes."
     output_dir: str = 'runs/pretrain'  # folder for data, checkpoints, log and the finished model; a second start goes on there
-    steps: int = 3600          # optimiser steps
+    steps: int = 3000          # optimiser steps
     shards: int = 60           # shards of P: and of A: data to learn from; eight more are kept for held-out data and prompts
     policy_shard: int = 2000   # P: positions in a shard
     env_shard: int = 800       # A: samples in a shard
@@ -534,8 +535,8 @@ class PretrainConfig:
     n_layer: int = 6           # transformer blocks
     n_head: int = 4            # attention heads
     n_embd: int = 128          # width
-    batch_tokens: int = 2048   # tokens of one batch of one kind, padding included
-    batches_per_step: int = 2  # batches of a step; the kind of each is drawn
+    batch_tokens: int = 4096   # tokens of one batch of one kind, padding included
+    batches_per_step: int = 1  # batches of a step; the kind of each is drawn
     lr: float = 5e-3           # peak learning rate of Muon (matrices) and AdamW (the rest)
     warmup_steps: int = 100    # linear warm-up
     decay_share: float = .5    # share of the steps at the end over which the learning rate falls linearly to 2 %
@@ -668,7 +669,7 @@ def _save_checkpoint(learner: _Learner, path: Path) -> None:
 def _load_checkpoint(path: Path, config: PretrainConfig) -> dict:
     "The saved state, refused where it belongs to another configuration."
     state = torch.load(path, weights_only=True)
-    free = ('output_dir', 'processes', 'threads', 'save_every')
+    free = ('steps', 'output_dir', 'processes', 'threads', 'save_every')    # may change when a run is gone on with
     differing = [name for name, value in asdict(config).items() if name not in free and state['config'][name] != value]
     if differing:
         raise PretrainError(f'{path.parent} holds a run with another {", ".join(differing)}: give the same, or another --output-dir')
@@ -730,10 +731,44 @@ def _rows(samples: list[Sample], tokenizer: Tokenizer) -> dict[str, Rows]:
     return {kind: pack(kind, pairs[kind], tokenizer) for kind in 'PAL'}
 
 # %% ../nbs/15_pretrain.ipynb #84abeef9
+def natural_env_sample(
+    sample: Sample,      # a P: sample
+    rng: random.Random,  # source of the choice
+) -> Sample:  # an A: sample on the same position
+    "A move as games have them: seven times in ten one of the engine's five, else any legal one."
+    moves = parse_policy(sample.line).moves if rng.random() < .7 else sorted(legal_moves(sample.fen))
+    return env_sample(sample.fen, rng.choice(moves))
+
+
+def make_prompts(
+    folder: str | Path,        # of the pre-training, with its prompts/
+    nodes: int = 10_000,       # Stockfish nodes for the held-out labels; the training prompts keep theirs
+    n_policy: int = 10_000,    # P: prompts to train on
+    n_env: int = 4_800,        # A: prompts to train on, rare kinds included
+    n_heldout: int = 1_000,    # held-out P: positions; half as many natural A: moves and 300 from the mix with rare kinds
+    seed: int = 0,             # of the choices
+) -> tuple[list[Sample], list[Sample]]:  # prompts for reinforcement learning, held-out samples; disjoint by position
+    "Choose prompts and held-out samples from the shards that pre-training never saw."
+    rng, folder = random.Random(f'{seed} prompts'), Path(folder)/'prompts'
+    pools = {(task, part): [sample for number in shards for sample in read_lines(folder/f'{name}-{number:04d}.txt')[0]]
+             for task, name in (('P', 'policy'), ('A', 'env'))
+             for part, shards in (('train', range(HELD_SHARDS - 2)), ('held', range(HELD_SHARDS - 2, HELD_SHARDS)))}
+    n_heldout = min(n_heldout, len(pools['P', 'held'])*2//3)
+    positions = rng.sample(pools['P', 'held'], n_heldout + n_heldout//2)
+    with Stockfish(nodes=nodes) as engine:
+        held = [policy_sample(sample.fen, engine.analyse(sample.fen), rng) for sample in positions[:n_heldout]]
+    env = [natural_env_sample(sample, rng) for sample in positions[n_heldout:]] + rng.sample(pools['A', 'held'], min(300, len(pools['A', 'held'])))
+    held += rng.sample(env, len(env))
+    taken = {fen_key(sample.fen) for sample in held}
+    train = [sample for task, n in (('P', n_policy), ('A', n_env))
+             for sample in [s for s in pools[task, 'train'] if fen_key(s.fen) not in taken][:n]]
+    return train, held
+
+# %% ../nbs/15_pretrain.ipynb #a4c7ef07
 def pretrain(
     config: PretrainConfig,  # what to do
-) -> Iterator[dict[str, float]]:  # one row of figures a step
-    "Make nano: data, tokenizer, training; the finished model is in `output_dir/model`, the figures in `metrics.jsonl`."
+) -> Path:  # output_dir, with nano/, train.txt.gz and heldout.txt.gz as the package ships them, and metrics.jsonl
+    "Make nano from nothing: data, training, prompts; started again it goes on where it stopped."
     folder = Path(config.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = board_tokenizer()
@@ -742,4 +777,11 @@ def pretrain(
         for row in train(config, rows, tokenizer, validation):
             log.write(json.dumps(row) + '\n')
             log.flush()
-            yield row
+            if 'heldout/P/loss' in row:
+                logger.info('step %d of %d: held-out nats a token P %.3f, A %.3f; whole A answers right %.3f', row['step'],
+                            config.steps, row['heldout/P/loss'], row['heldout/A/loss'], row['heldout/A/all_right'])
+    model, tokenizer = load_pretrained(str(folder/'model'))
+    save_pretrained(model, tokenizer, folder/'nano', dtype=torch.float16)
+    for name, samples in zip(('train', 'heldout'), make_prompts(folder)):
+        write_lines(samples, folder/f'{name}.txt.gz')
+    return folder

@@ -1,0 +1,131 @@
+"Positions, data files and the prompt stream: what the notebook leaves out."
+import gzip
+
+import chess
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rookworld_nb.positions import (OPENINGS, DataError, PromptMix, Sample, generate_positions, opening_positions, read_lines,
+                                    shipped, split_by_position, write_lines)
+from rookworld_nb.rules import env_step, fen_key, legal_moves
+from rookworld_nb.tasks import parse_env, parse_policy
+
+
+def pool(n_policy, n_env):
+    return ([Sample(f'P: {chess.STARTING_FEN[:-1]}{i}', '') for i in range(1, n_policy + 1)]
+            + [Sample(f'A: {chess.STARTING_FEN[:-1]}{i}+e2e4+e2e4+', '') for i in range(1, n_env + 1)])
+
+
+@pytest.mark.parametrize('n', [1, 5, 64, 256, 700])
+def test_quotas_are_exact_positions_distinct_and_legal(n):
+    positions = generate_positions(n, seed=1)
+    phases = [position.phase for position in positions]
+    assert len(positions) == n == len({fen_key(position.fen) for position in positions})
+    assert phases.count('opening') == phases.count('endgame') == round(.2*n)
+    for position in positions:
+        board = chess.Board(position.fen)
+        assert board.is_valid() and not board.is_game_over() and board.fen() == position.fen
+        assert position.phase != 'endgame' or len(board.piece_map()) < 14
+
+
+def test_the_seed_decides():
+    assert generate_positions(50, 3) == generate_positions(50, 3) != generate_positions(50, 4)
+
+
+def test_every_opening_is_playable_and_named():
+    named = opening_positions()
+    assert len(OPENINGS) >= 51 and all(position.name for position in named)
+    assert len({fen_key(position.fen) for position in named}) == len(named)
+
+
+@pytest.mark.parametrize('n', [0, -3, 10_000])
+def test_impossible_numbers_are_refused(n):
+    with pytest.raises(DataError, match=str(n)):
+        generate_positions(n)
+
+
+@pytest.mark.parametrize('name', ['lines.txt', 'lines.txt.gz'])
+def test_files_round_trip_and_are_reproducible(tmp_path, name):
+    samples = shipped('heldout')[:20] + shipped('train')[-20:]
+    for folder in (tmp_path/'a', tmp_path/'b'):
+        folder.mkdir()
+        write_lines(samples, folder/name)
+    assert read_lines(tmp_path/'a'/name) == (samples, [])
+    assert (tmp_path/'a'/name).read_bytes() == (tmp_path/'b'/name).read_bytes()
+
+
+def test_a_missing_file_and_an_unknown_set_are_named(tmp_path):
+    with pytest.raises(DataError, match='nowhere.txt'):
+        read_lines(tmp_path/'nowhere.txt')
+    with pytest.raises(DataError, match="'test'"):
+        shipped('test')
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.text(st.characters(exclude_characters='\r\n', codec='utf-8'), max_size=80), max_size=8))
+def test_no_text_is_fatal(texts):
+    samples, malformed = read_lines(texts)
+    assert len(samples) + len(malformed) == sum(bool(text.strip()) for text in texts)
+
+
+def test_damaged_gzip_is_an_error(tmp_path):
+    path = tmp_path/'cut.txt.gz'
+    path.write_bytes(gzip.compress(b'P: x\n'*1000)[:-9])
+    with pytest.raises((EOFError, OSError, DataError)):
+        read_lines(path)
+
+
+@pytest.mark.parametrize('share', [0, 1, -.1, 2])
+def test_split_share_is_checked(share):
+    with pytest.raises(DataError, match='heldout_share'):
+        split_by_position([], share)
+
+
+def test_split_does_not_depend_on_order():
+    samples = shipped('train')[:500]
+    left, right = split_by_position(samples, .3, seed=2), split_by_position(samples[::-1], .3, seed=2)
+    assert set(left[1]) == set(right[1]) and not {fen_key(s.fen) for s in left[0]} & {fen_key(s.fen) for s in left[1]}
+    assert .2 < len(left[1])/len(samples) < .4
+
+
+def test_shipped_sets_are_disjoint_by_position_and_right():
+    train, heldout = shipped('train'), shipped('heldout')
+    assert not {fen_key(s.fen) for s in train} & {fen_key(s.fen) for s in heldout}
+    for sample in heldout + train[::25]:
+        if sample.task == 'A':
+            asked, answer = parse_env(sample.line), parse_env(sample.completion)
+            truth = env_step(asked.fen, asked.uci, asked.history)
+            assert tuple(truth) == (answer.new_fen, answer.reward, answer.terminated, answer.truncated)
+        else:
+            answer = parse_policy(sample.completion)
+            assert answer.has_form(min(2, len(answer.moves))) and set(answer.moves) <= legal_moves(sample.fen)
+            assert len(answer.moves) == min(5, len(legal_moves(sample.fen)))
+            assert dict(zip(answer.moves, answer.evals))[answer.best] == max(answer.evals)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(1, 12), st.floats(0, 1), st.integers(1, 30))
+def test_the_share_of_env_prompts_is_exact(size, ratio, n):
+    mix = PromptMix(pool(7, 5), size, ratio)
+    batches = [mix.batch(k) for k in range(n)]
+    assert all(len(batch) == size for batch in batches)
+    assert abs(sum(s.task == 'A' for batch in batches for s in batch) - n*size*ratio) < 1
+
+
+def test_every_prompt_comes_once_a_round_and_rounds_differ():
+    mix = PromptMix(pool(12, 0), 4, 0.)
+    rounds = [[s for _ in range(3) for s in next(mix)] for _ in range(2)]
+    assert sorted(map(str, rounds[0])) == sorted(map(str, rounds[1])) and rounds[0] != rounds[1]
+
+
+@pytest.mark.parametrize('arguments', [dict(batch_positions=0), dict(mix_env_ratio=1.5), dict(mix_env_ratio=-.1)])
+def test_a_bad_mix_is_refused(arguments):
+    with pytest.raises(DataError, match=next(iter(arguments))):
+        PromptMix(pool(3, 3), **arguments)
+
+
+def test_a_task_without_samples_is_refused():
+    with pytest.raises(DataError, match='A: prompts'):
+        PromptMix(pool(3, 0), mix_env_ratio=.2)
+    assert all(s.task == 'P' for s in next(PromptMix(pool(3, 0), mix_env_ratio=0.)))

@@ -1,0 +1,161 @@
+"How nano is made: tokenizer, generated data, weights of the loss, resumable training."
+import random
+from dataclasses import replace
+
+import chess
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rookworld_nb.positions import Sample, generate_positions, read_lines, shipped, write_lines
+from rookworld_nb.pretrain import (ENV_SHARES, PROMPT_TOKENS, PretrainConfig, PretrainError, Rows, batches, board_tokenizer,
+                                   completion_loss, completion_mask, env_sample, find_kind, illegal_move, legal_list, make_env_data,
+                                   move_kind, pack, square_slots, token_weights, train)
+from rookworld_nb.model import GPT, GPTConfig
+from rookworld_nb.rules import env_step, legal_moves
+from rookworld_nb.tasks import parse_env
+
+TOKENIZER = board_tokenizer()
+FENS = [position.fen for position in generate_positions(60, seed=5)]
+
+
+def rows_of(kind, n=40):
+    samples = [sample for sample in shipped('train') if sample.task == kind][:n]
+    return pack(kind, [(sample.prompt, sample.completion) for sample in samples], TOKENIZER)
+
+
+def test_every_shipped_line_round_trips_with_constant_prompts():
+    for sample in shipped('heldout') + shipped('train')[::20]:
+        assert TOKENIZER.decode(TOKENIZER.encode(sample.line).ids) == sample.line
+        assert len(TOKENIZER.encode(sample.prompt).ids) == PROMPT_TOKENS[sample.task]
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.text(st.characters(max_codepoint=127, exclude_characters='\0'), max_size=120))
+def test_any_ascii_text_round_trips(text):
+    assert TOKENIZER.decode(TOKENIZER.encode(text).ids) == text
+
+
+@pytest.mark.parametrize('fen', FENS[::6])
+def test_illegal_moves_are_illegal(fen):
+    rng = random.Random(0)
+    assert not {illegal_move(chess.Board(fen), rng) for _ in range(40)} & legal_moves(fen)
+
+
+@pytest.mark.parametrize('kind', sorted(ENV_SHARES))
+def test_find_kind_finds_that_kind(kind):
+    sample = find_kind(kind, FENS, random.Random(1))
+    asked, answer = parse_env(sample.line), parse_env(sample.completion)
+    truth = env_step(asked.fen, asked.uci, asked.history)
+    assert (truth.new_fen, truth.reward, truth.terminated, truth.truncated) == (
+        answer.new_fen, answer.reward, answer.terminated, answer.truncated)
+    if kind == 'illegal':
+        assert truth.truncated
+    else:
+        assert move_kind(chess.Board(asked.fen), chess.Move.from_uci(asked.uci)) == kind
+
+
+def test_legal_lists_hold_all_legal_moves():
+    for fen in FENS[::7]:
+        prompt, completion = legal_list(fen)
+        assert prompt == f'P: {fen} L:' and set(completion.split()) <= legal_moves(fen)
+        assert len(completion.split()) == min(60, len(legal_moves(fen)))
+
+
+def test_weights_stress_what_changes():
+    sample = env_sample(chess.STARTING_FEN, 'e2e4')
+    rows = pack('A', [(sample.prompt, sample.completion)], TOKENIZER)
+    ids = rows.pad(np.arange(1))
+    weights = token_weights('A', ids, completion_mask(ids, 84, 0), TOKENIZER)[0]
+    assert weights[:71].nonzero().numel() == 71 and (weights[:71] == 5).sum() == 2     # e2 and e4 and nothing else
+    slots = square_slots(TOKENIZER)
+    assert {slots[TOKENIZER.token_to_id(s)].item() for s in ('e2', 'e4')} == set((weights[:71] == 5).nonzero().squeeze(1).tolist())
+    assert TOKENIZER.decode(ids[0, 84 + 77:84 + 79].tolist()) == '0.00' and (weights[77:79] == 3).all()
+
+
+def test_evaluations_weigh_less():
+    rows = rows_of('P', 1)
+    ids = rows.pad(np.arange(1))
+    weights = token_weights('P', ids, completion_mask(ids, 77, 0), TOKENIZER)[0]
+    light = [TOKENIZER.id_to_token(i) for i, w in zip(ids[0, 77:].tolist(), weights.tolist()) if w == pytest.approx(.3)]
+    assert light[0] == ' E:' and ' B:' not in light and all(token.strip(' -.').isdigit() for token in light[1:])
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.integers(2, 40), min_size=1, max_size=60), st.integers(40, 200), st.integers(0, 5))
+def test_batches_deal_every_row_once_an_epoch(lengths, tokens, seed):
+    rows = Rows('P', np.zeros(sum(lengths), np.int16), np.cumsum([0] + lengths))
+    stream, seen = batches(rows, tokens, seed), []
+    while len(seen) < len(lengths):
+        batch = next(stream)
+        assert len(batch)*max(lengths[i] for i in batch) <= max(tokens, max(lengths))
+        seen += batch.tolist()
+    assert sorted(seen) == list(range(len(lengths)))
+
+
+def test_batches_resume_anywhere():
+    rows = Rows('P', np.zeros(100*7, np.int16), np.arange(0, 701, 7))
+    whole = batches(rows, 70, 3)
+    expected = [next(whole).tolist() for _ in range(35)]
+    for start in (1, 9, 10, 24):
+        resumed = batches(rows, 70, 3, start)
+        assert [next(resumed).tolist() for _ in range(35 - start)] == expected[start:]
+
+
+def test_completion_loss_is_the_full_forward_loss():
+    torch.manual_seed(0)
+    model, rows = GPT(GPTConfig(2, 2, 32, TOKENIZER.get_vocab_size(), 256)), rows_of('P', 4)
+    ids = rows.pad(np.arange(4))
+    logits = model(ids)[:, 76:-1]
+    expected = torch.nn.functional.cross_entropy(logits.transpose(1, 2), ids[:, 77:], reduction='none')
+    torch.testing.assert_close(completion_loss(model, ids, 77)[0], expected, atol=1e-5, rtol=1e-5)
+
+
+def small_run(folder, **changes):
+    config = PretrainConfig(output_dir=str(folder), steps=6, n_layer=1, n_head=2, n_embd=16, batch_tokens=400, save_every=3, threads=1)
+    rows = {'P': rows_of('P'), 'A': rows_of('A')} | {'L': pack('L', [legal_list(fen) for fen in FENS[:12]], TOKENIZER)}
+    return train(replace(config, **changes), rows, TOKENIZER, {kind: part.first(4) for kind, part in rows.items()})
+
+
+def test_a_killed_run_goes_on_bit_equal(tmp_path):
+    (tmp_path/'whole').mkdir(), (tmp_path/'killed').mkdir()
+    whole = [row['grad_norm'] for row in small_run(tmp_path/'whole')]
+    first = small_run(tmp_path/'killed')
+    for _ in range(5):                                  # dies after step 5: the checkpoint is of step 3
+        next(first)
+    first.close()
+    rest = list(small_run(tmp_path/'killed'))
+    assert [row['step'] for row in rest] == [4, 5, 6] and [row['grad_norm'] for row in rest] == whole[3:]
+    final = [torch.load(tmp_path/name/'checkpoint.pt', weights_only=True)['model'] for name in ('whole', 'killed')]
+    assert all(torch.equal(a, b) for a, b in zip(final[0].values(), final[1].values()))
+
+
+def test_a_checkpoint_of_another_run_is_refused(tmp_path):
+    list(small_run(tmp_path))
+    with pytest.raises(PretrainError, match='lr'):
+        next(small_run(tmp_path, lr=1e-4))
+
+
+def test_env_shards_are_reproducible_and_kept(tmp_path):
+    policy = [sample for sample in shipped('train') if sample.task == 'P'][:50]
+    for folder in (tmp_path/'a', tmp_path/'b'):
+        folder.mkdir()
+        write_lines(policy, folder/'policy-0000.txt')
+        make_env_data(folder, 1, size=30, seed=3, processes=1)
+    made = (tmp_path/'a'/'env-0000.txt').read_bytes()
+    assert made == (tmp_path/'b'/'env-0000.txt').read_bytes() and len(read_lines(tmp_path/'a'/'env-0000.txt')[0]) > 25
+    (tmp_path/'a'/'env-0000.txt').write_text('kept')
+    make_env_data(tmp_path/'a', 1, size=30, seed=3, processes=1)
+    assert (tmp_path/'a'/'env-0000.txt').read_text() == 'kept'
+
+
+@pytest.mark.parametrize('name', ['steps', 'shards', 'nodes', 'n_embd', 'threads'])
+def test_bad_settings_name_their_flag(name):
+    with pytest.raises(PretrainError, match='--' + name.replace('_', '-')):
+        PretrainConfig(**{name: 0})
+
+
+def test_samples_of_the_prompts_are_lines_of_both_tasks():
+    assert {Sample(*legal_list(FENS[0])).task} == {'P'}
