@@ -302,12 +302,12 @@ def gae(
 )->tuple[Tensor, Tensor]:    # (B, T) advantages, (B, T) targets of the critic; both without grad, 0 where masked
     "Generalised advantage estimation along the tokens of each completion, never across completions."
     mask = completion_mask.bool()
-    values, token_rewards = values.detach().masked_fill(~mask, 0.0), token_rewards.detach().masked_fill(~mask, 0.0)
+    values, token_rewards = (x.detach().masked_fill(~mask, 0.0) for x in (values, token_rewards))  # nothing follows the end
     advantages, future = torch.zeros_like(values), values.new_zeros(len(values))
     next_value = future
     for t in reversed(range(values.shape[1])):
         delta = token_rewards[:, t] + gamma * next_value - values[:, t]
-        future = torch.where(mask[:, t], delta + gamma * gae_lambda * future, 0.0)
+        future = delta + gamma * gae_lambda * future
         advantages[:, t], next_value = future, values[:, t]
     return advantages, advantages + values
 
