@@ -77,6 +77,8 @@ def check_config(
         check_option(name, getattr(config, name), valid)
     if not 0 <= config.lr_final <= 1:
         raise SettingError(f'lr_final={config.lr_final} is not a share between 0 and 1')
+    if not all(0 <= beta < 1 for beta in config.betas):
+        raise SettingError(f'betas={config.betas} must be two numbers of at least 0 and below 1')
     if not math.isfinite(config.entropy_coef):
         raise SettingError(f'entropy_coef={config.entropy_coef} must be finite')
 
@@ -276,7 +278,7 @@ class Trainer:
         tokens = sum(int(part.lengths.sum()) for part in experience.parts)
         return {'step': self.step} | experience.metrics() | metrics | {
             'kl_coef': kl_coef, 'grad_norm': norm, 'learning_rate': rate, 'skipped_updates': self.skipped,
-            'perf/train_tok_s': tokens/(time.perf_counter() - start)}
+            'perf/train_tok_s': tokens/max(time.perf_counter() - start, 1e-9)}
 
     def _backward(self, experience: Experience, kl_coef: float) -> dict[str, float]:
         "Add up the gradients of all pieces; the metrics are those of the whole, not means over pieces."

@@ -286,7 +286,7 @@ def test_replays_must_be_a_count(replays):
                                      {'temperature': math.nan}, {'max_new_tokens_policy': 0}, {'max_new_tokens_env': -1},
                                      {'baseline': 'median'}, {'scale_rewards': 'task'}])
 def test_bad_settings_name_themselves(options):
-    with pytest.raises(SettingError, match=next(iter(options))):
+    with pytest.raises(ValueError, match=next(iter(options))):
         CollectorConfig(**options)
 
 

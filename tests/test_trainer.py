@@ -1,0 +1,579 @@
+"""The trainer: planted faults are named, bad numbers never reach the weights, splitting changes nothing, and the reward provably rises."""
+import copy
+import itertools
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from rookworld_nb.buffer import Collector, CollectorConfig, CountingTask, counting_policy, replay
+from rookworld_nb.grpo import grpo_loss
+from rookworld_nb.kl import KLConfig, SettingError
+from rookworld_nb.model import GPT
+from rookworld_nb.positions import PromptMix, Sample
+from rookworld_nb.rewards import Scores
+from rookworld_nb.sampling import completion_logprobs
+from rookworld_nb.trainer import (FirstUpdateError, Trainer, TrainerConfig, build_optimizer, check_first_update, items_of,
+                                  lr_factor, micro_batches)
+
+TASK = CountingTask()
+G = 4
+
+
+@pytest.fixture(scope='module')
+def base():
+    return counting_policy()
+
+
+@pytest.fixture
+def model(base):
+    return copy.deepcopy(base)
+
+
+def collector(model, ref_model='copy', env=.5, prompts=4, batches=None, scorer=TASK, **options):
+    reference = copy.deepcopy(model) if ref_model == 'copy' else ref_model
+    config = CollectorConfig(**{'group_size': G, 'temperature': 1., 'max_new_tokens_policy': 2, 'max_new_tokens_env': 3, **options})
+    return Collector(model, reference, TASK.tokenizer, batches or PromptMix(TASK.samples, prompts, env), scorer, config)
+
+
+def config(**options):
+    return TrainerConfig(**{'steps': 20, 'lr': 3e-3, 'warmup_steps': 0, 'kl': KLConfig(kl_coef=.01), 'kl_divergence_threshold': None,
+                            **options})
+
+
+def weights(model):
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def same(model, before):
+    return all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+def steps(trainer, experiences, count):
+    return list(itertools.islice(trainer.run(experiences), count))
+
+
+#: Prompts of one, two and three tokens: real padding on the left.
+UNEVEN = [[Sample('P: 1', '2'), Sample('P: 1 2', '3'), Sample('A: 3', '4 5'), Sample('A: 3 4 5', '6 7')]]
+
+
+class Uneven(CountingTask):
+    "Scores prompts of any length by the last digit."
+    def score(self, prompt, completion):
+        return super().score(f'{prompt[:2]} {prompt[-1]}', completion)
+
+
+def uneven(model, **options):
+    return next(collector(model, batches=UNEVEN, scorer=Uneven(), **options))
+
+
+# the identity before the first update
+
+@pytest.mark.parametrize('temperature', [.7, 1., 1.4])
+@pytest.mark.parametrize('micro_batch_size', [None, 2, 8])
+def test_the_identity_holds_whatever_padding_temperature_and_pieces(model, temperature, micro_batch_size):
+    row, = Trainer(model, config(steps=1, micro_batch_size=micro_batch_size)).run([uneven(model, temperature=temperature)])
+    assert abs(row['ratio_max'] - 1) < 1e-5 and row['clip_ratio/region_mean'] == 0 and abs(row['kl']) < 1e-6
+
+
+def noise(model, experience):
+    model.h[0].register_forward_hook(lambda layer, _, hidden: torch.nn.functional.dropout(hidden, .1))
+    return experience
+
+
+def with_rollouts(experience, change):
+    return replace(experience, parts=tuple(replace(part, rollouts=change(part.rollouts)) for part in experience.parts))
+
+
+def wrong_temperature(model, experience):
+    return with_rollouts(experience, lambda r: replace(r, temperature=1.))
+
+
+def rescored(sampler, experience, change=lambda r: r):
+    "The experience as a sampler would have reported it that sees the rollouts through `change`."
+    def scored(r):
+        seen = change(r)
+        with torch.no_grad():
+            logprobs, _ = completion_logprobs(sampler, seen.prompt_ids, seen.prompt_mask, r.completion_ids, G, r.temperature, r.completion_mask)
+        return replace(r, logprobs=logprobs)
+    return with_rollouts(experience, scored)
+
+
+def shifted_positions(model, experience):
+    sampler = copy.deepcopy(model)
+    with torch.no_grad():
+        sampler.wpe.weight.copy_(sampler.wpe.weight.roll(-1, 0))
+    return rescored(sampler, experience)
+
+
+def padding_read_as_text(model, experience):
+    return rescored(model, experience, lambda r: replace(r, prompt_mask=torch.ones_like(r.prompt_mask)))
+
+
+def other_policy(model, experience):
+    with torch.no_grad():
+        model.h[1].mlp.c_fc.weight.mul_(.5)
+    return experience
+
+
+def other_reference(model, experience):
+    return replace(experience, parts=tuple(replace(part, ref_logprobs=part.ref_logprobs - .1) for part in experience.parts))
+
+
+def no_numbers(model, experience):
+    with torch.no_grad():
+        model.ln_f.weight[0] = math.nan
+    return experience
+
+
+FAULTS = {noise: 'dropout or other noise', wrong_temperature: r'sampled at 0\.7, the loss uses 1', shifted_positions: 'positions, masks or cache',
+          padding_read_as_text: 'only rows whose prompt is padded', other_policy: 'the policy has other weights',
+          other_reference: 'the reference', no_numbers: 'not finite'}
+
+
+@pytest.mark.parametrize('fault', FAULTS, ids=lambda fault: fault.__name__)
+@pytest.mark.parametrize('micro_batch_size', [None, 8])
+def test_a_planted_fault_ends_the_run_before_it_moves_and_is_named(fault, micro_batch_size):
+    torch.manual_seed(0)
+    model = counting_policy(steps=0)    # untrained: uncertain of every token, so that every row can disagree
+    experience = fault(model, uneven(model, temperature=.7))
+    before, trainer = weights(model), Trainer(model, config(micro_batch_size=micro_batch_size))
+    with pytest.raises(FirstUpdateError, match=f'Likely cause: .*{FAULTS[fault]}'):
+        next(trainer.run([experience]))
+    assert fault is no_numbers or same(model, before)
+    assert not trainer.optimizer.state and all(p.grad is None for p in model.parameters())
+
+
+def test_the_message_gives_the_numbers(model):
+    experience = wrong_temperature(model, uneven(model, temperature=.5))
+    with pytest.raises(FirstUpdateError, match=r'largest \|ratio - 1\| is \d.*limit 0.001.* \d+\.\d% of the tokens .* KL is \d'):
+        next(Trainer(model, config()).run([experience]))
+
+
+def test_the_tolerance_is_the_users(model):
+    experience = other_reference(model, uneven(model))
+    next(Trainer(model, config(identity_tolerance=.2)).run([experience]))
+
+
+def test_the_check_is_of_the_first_update_only(model):
+    source, trainer = collector(model), Trainer(model, config())
+    steps(trainer, source, 1)
+    model.wte.register_forward_hook(lambda layer, _, out: torch.nn.functional.dropout(out, .01))
+    assert len(steps(trainer, source, 1)) == 1
+
+
+def test_without_reference_only_the_ratio_is_checked(model):
+    row, = Trainer(model, config(steps=1, kl=KLConfig(kl_coef=0.))).run([uneven(model, ref_model=None)])
+    assert 'kl' not in row and row['ratio_max'] == pytest.approx(1, abs=1e-5)
+
+
+# splitting changes nothing
+
+@pytest.mark.parametrize('loss_type', ['dapo', 'grpo', 'bnpo', 'dr_grpo'])
+@pytest.mark.parametrize('importance_level', ['token', 'sequence'])
+def test_the_update_is_the_same_whatever_the_pieces(base, loss_type, importance_level):
+    model = copy.deepcopy(base).double()
+    experience = uneven(copy.deepcopy(base))
+    found = []
+    for size in (None, 8, 4, 2, 1):
+        trainer = Trainer(copy.deepcopy(model), config(loss_type=loss_type, importance_level=importance_level, micro_batch_size=size, entropy_coef=.01))
+        rows = steps(trainer, replay([experience], 3), 3)
+        found.append((weights(trainer.model), rows[-1]))
+    for parameters, row in found[1:]:
+        assert_close(parameters, found[0][0], rtol=1e-7, atol=1e-9)
+        for name in set(row) - {'step_time', 'perf/train_tok_s'}:
+            assert row[name] == pytest.approx(found[0][1][name], rel=1e-5, abs=1e-7), name
+
+
+@pytest.mark.parametrize('loss_type', ['dapo', 'grpo', 'dr_grpo'])
+def test_the_gradient_equals_that_of_one_padded_batch(base, loss_type):
+    "P and A as parts, against both tasks in one batch through the plain forward pass of the model."
+    model, experience = copy.deepcopy(base).double(), uneven(base)
+    ids = [torch.cat([r.prompt_ids[i//G][r.prompt_mask[i//G]], r.completion_ids[i][r.completion_mask[i]]])
+           for r in (part.rollouts for part in experience.parts) for i in range(len(r.texts))]
+    sizes = [int(mask.sum()) for part in experience.parts for mask in part.rollouts.completion_mask]
+    batch = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True)
+    logits = model(batch, torch.nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in ids], batch_first=True))
+    logp = logits.log_softmax(-1)[:, :-1].gather(2, batch[:, 1:, None])[..., 0]
+    per_row = [logp[i, len(row)-1-n:len(row)-1] for i, (row, n) in enumerate(zip(ids, sizes))]
+    advantages = torch.cat([part.advantages for part in experience.parts]).double()
+    policy = [-(new - new.detach()).exp()*a for new, a in zip(per_row, advantages)]
+    total = {'dapo': sum(p.sum() for p in policy)/sum(sizes), 'grpo': sum(p.mean() for p in policy)/len(policy),
+             'dr_grpo': sum(p.sum() for p in policy)/(len(policy)*3)}[loss_type]
+    total.backward()
+    expected = torch.cat([p.grad.flatten() for p in model.parameters()])
+
+    trainer = Trainer(copy.deepcopy(base).double(), config(loss_type=loss_type, kl=KLConfig(kl_coef=0.)))
+    trainer.step = 1
+    trainer._backward(experience, 0.)
+    found = torch.cat([p.grad.flatten() for p in trainer.model.parameters()])
+    assert_close(found, expected, rtol=1e-4, atol=1e-6)  # the sampler's old log-probabilities are fp32
+
+
+def test_pieces_hold_every_row_once(model):
+    experience = uneven(model)
+    for size in (None, 8, 4, 2, 1):
+        cut = list(micro_batches(experience, size))
+        ids = [row for m in cut for row in m.completion_ids.tolist()]
+        assert ids == [row for part in experience.parts for row in part.rollouts.completion_ids.tolist()]
+        prompts = [row for m in cut for row in m.prompt_ids.repeat_interleave(m.group_size, 0).tolist()]
+        assert prompts == [row for part in experience.parts for row in part.rollouts.prompt_ids.repeat_interleave(G, 0).tolist()]
+        assert all(len(m.completion_ids) <= (size or 99) for m in cut)
+
+
+@pytest.mark.parametrize('size', [3, 6, 10])
+def test_pieces_that_would_part_a_group_unevenly_are_refused(model, size):
+    with pytest.raises(SettingError, match=f'micro_batch_size={size} .* group_size=4'):
+        next(Trainer(model, config(micro_batch_size=size)).run([uneven(model)]))
+
+
+# learning
+
+def expected_reward(model):
+    "Exact mean reward over all P prompts and all 157 completions of at most two tokens."
+    first, second = torch.meshgrid(torch.arange(13), torch.arange(13), indexing='ij')
+    ids = torch.stack([first.flatten(), second.flatten()], 1)
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    mask[ids[:, 0] == 0, 1] = False
+    keep = mask[:, 1] | (ids[:, 1] == 0)
+    ids, mask = ids[keep], mask[keep]
+    words = {i: word for word, i in TASK.tokenizer.get_vocab().items()}
+    texts = [' '.join(words[i] for i, m in zip(row, ok) if m and i) for row, ok in zip(ids.tolist(), mask.tolist())]
+    total = 0.
+    for sample in TASK.samples[:10]:
+        prompt = torch.tensor([TASK.tokenizer.encode(sample.prompt).ids])
+        with torch.no_grad():
+            logprobs, _ = completion_logprobs(model, prompt, torch.ones_like(prompt, dtype=torch.bool), ids, len(ids), 1., mask)
+        probability = logprobs.sum(1).exp()
+        assert probability.sum().item() == pytest.approx(1, abs=1e-4)
+        total += float((probability*TASK([sample.prompt]*len(ids), texts).rewards).sum())
+    return total/10
+
+
+def test_the_exact_expected_reward_rises(model):
+    start = expected_reward(model)
+    trainer = Trainer(model, config(steps=40, lr=3e-3, kl=KLConfig(kl_coef=.001)))
+    rows = list(trainer.run(replay(collector(model, env=0., prompts=8), 2)))
+    assert start < .45 and expected_reward(model) > start + .25
+    assert len(rows) == 40 and trainer.stop_reason == 'all 40 steps are done'
+
+
+def test_the_reward_falls_when_the_scorer_is_turned_round(model):
+    def scorer(prompts, completions, targets=None):
+        scores = TASK(prompts, completions)
+        return Scores(-scores.rewards, scores.components)
+    start = expected_reward(model)
+    steps(Trainer(model, config(lr=3e-3)), collector(model, env=0., prompts=8, scorer=scorer), 10)
+    assert expected_reward(model) < start - .03
+
+
+def test_replays_are_steps_and_the_second_pass_has_another_ratio(model):
+    rows = steps(Trainer(model, config()), replay(collector(model), 2), 6)
+    assert [row['step'] for row in rows] == [1, 2, 3, 4, 5, 6]
+    for first, second in zip(rows[::2], rows[1::2]):
+        assert abs(first['ratio_max'] - 1) < 1e-4 < abs(second['ratio_max'] - 1)
+        assert first['num_tokens'] == second['num_tokens'] and first['reward'] == second['reward']
+
+
+def test_the_entropy_bonus_keeps_the_policy_open(base):
+    def entropy(coef):
+        model = copy.deepcopy(base)
+        silent = replace(uneven(model), parts=tuple(replace(p, advantages=torch.zeros_like(p.advantages)) for p in uneven(model).parts))
+        return steps(Trainer(model, config(entropy_coef=coef, kl=KLConfig(kl_coef=0.))), [silent]*6, 6)[-1]['entropy']
+    assert entropy(.1) > entropy(0.) + .01 > entropy(-.1) + .02
+
+
+# metrics
+
+def test_metrics_against_a_plain_forward_pass(model):
+    experience = uneven(model, temperature=.8)
+    trainer = Trainer(model, config(lr=1e-2, kl_unbiased=False))
+    steps(trainer, [experience], 1)
+    frozen = copy.deepcopy(model)
+    row = trainer.update(experience)
+    tokens = []                                     # (advantage, log ratio, log pi - log ref, entropy)
+    for part in experience.parts:
+        r = part.rollouts
+        for i in range(len(r.texts)):
+            prompt, answer = r.prompt_ids[i//G][r.prompt_mask[i//G]], r.completion_ids[i][r.completion_mask[i]]
+            with torch.no_grad():
+                logp = (frozen(torch.cat([prompt, answer])[None])[0, len(prompt)-1:-1]/.8).log_softmax(-1)
+            new = logp[torch.arange(len(answer)), answer]
+            old, ref = r.logprobs[i][:len(answer)], part.ref_logprobs[i][:len(answer)]
+            tokens += zip([float(part.advantages[i])]*len(answer), (new - old).tolist(), (new - ref).tolist(), (-(logp.exp()*logp).sum(-1)).tolist())
+    ratio = [math.exp(lr) for _, lr, *_ in tokens]
+    kl = sorted(math.exp(-d) - 1 + d for _, _, d, _ in tokens)
+    low = [w < .8 and a < 0 for (a, *_), w in zip(tokens, ratio)]
+    high = [w > 1.2 and a > 0 for (a, *_), w in zip(tokens, ratio)]
+    at = .95*(len(kl) - 1)
+    share = sum(max(-w*a, -min(max(w, .8), 1.2)*a) for (a, *_), w in zip(tokens, ratio))/len(tokens)
+    expected = {'kl': sum(kl)/len(kl), 'kl_95pct': kl[math.floor(at)] + (at % 1)*(kl[math.ceil(at)] - kl[math.floor(at)]),
+                'entropy': sum(t[3] for t in tokens)/len(tokens), 'ratio_max': max(ratio), 'clip_ratio/low_mean': sum(low)/len(low),
+                'clip_ratio/high_mean': sum(high)/len(high), 'clip_ratio/region_mean': (sum(low) + sum(high))/len(low),
+                'loss': share + .01*sum(kl)/len(kl), 'step': 2}
+    for name, value in expected.items():
+        assert row[name] == pytest.approx(value, rel=2e-3, abs=2e-5), name
+
+
+NAMES = ('step loss reward reward_std frac_reward_zero_std kl kl_95pct kl_coef entropy clip_ratio/low_mean clip_ratio/high_mean '
+         'clip_ratio/region_mean ratio_max completions/mean_length completions/clipped_ratio grad_norm learning_rate num_tokens '
+         'step_time skipped_updates perf/gen_tok_s perf/train_tok_s rewards/P_format/mean rewards/A_right/std').split()
+
+
+def test_rows_have_the_usual_names_and_are_plain_finite_numbers(model):
+    rows = steps(Trainer(model, config()), replay(collector(model), 2), 4)
+    assert not set(NAMES) - set(rows[0]) and all(set(row) == set(rows[0]) for row in rows)
+    assert all(type(value) in (int, float) and math.isfinite(value) for row in rows for value in row.values())
+    json.dumps(rows, allow_nan=False)
+
+
+def test_step_time_holds_the_sampling_but_not_the_listener(model, monkeypatch):
+    clock = [0.]
+    monkeypatch.setattr('rookworld_nb.trainer.time.perf_counter', lambda: clock[0])
+
+    def slow():
+        for experience in itertools.islice(collector(model), 3):
+            clock[0] += 7
+            yield experience
+
+    for row in Trainer(model, config()).run(slow()):
+        assert row['step_time'] == 7
+        clock[0] += 100
+
+
+# numbers that are none
+
+def poisoned_rewards(value):
+    def scorer(prompts, completions, targets=None):
+        scores = TASK(prompts, completions)
+        scores.rewards[1] = value
+        return scores
+    return scorer
+
+
+@pytest.mark.parametrize('value', [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize('when', [0, 2])
+def test_a_bad_reward_moves_nothing(model, value, when):
+    trainer = Trainer(model, config())
+    rows = steps(trainer, collector(model), when)
+    before, state = weights(model), copy.deepcopy(trainer.optimizer.state_dict())
+    row, = steps(trainer, collector(model, scorer=poisoned_rewards(value)), 1)
+    assert row['skipped_updates'] == trainer.skipped == 1 and same(model, before)
+    assert_close(trainer.optimizer.state_dict()['state'], state['state'], rtol=0, atol=0)
+    assert [r['skipped_updates'] for r in rows] == [0]*when and row['step'] == when + 1
+    row, = steps(trainer, collector(model), 1)
+    assert row['skipped_updates'] == 1 and not same(model, before) and math.isfinite(row['loss'])
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize('value', [math.nan, math.inf])
+@pytest.mark.parametrize('micro_batch_size', [None, 4])
+def test_a_bad_gradient_moves_nothing(model, value, micro_batch_size):
+    bad = model.ln_f.bias.register_hook(lambda gradient: torch.full_like(gradient, value))
+    before, trainer = weights(model), Trainer(model, config(micro_batch_size=micro_batch_size))
+    row, = steps(trainer, collector(model), 1)
+    assert math.isfinite(row['loss']) and not math.isfinite(row['grad_norm'])
+    assert trainer.skipped == 1 and same(model, before) and not trainer.optimizer.state
+    bad.remove()
+    steps(trainer, collector(model), 1)
+    assert trainer.skipped == 1 and not same(model, before)
+
+
+def test_one_bad_piece_of_many_is_enough(model):
+    experience = uneven(model)
+    experience.parts[-1].advantages[-1] = math.nan
+    before, trainer = weights(model), Trainer(model, config(micro_batch_size=2))
+    steps(trainer, [experience], 1)
+    assert trainer.skipped == 1 and same(model, before)
+
+
+def test_a_skipped_step_is_logged(model, caplog):
+    steps(Trainer(model, config()), collector(model, scorer=poisoned_rewards(math.nan)), 1)
+    assert 'step 1 skipped: loss nan' in caplog.text
+
+
+# the learning rate
+
+@pytest.mark.parametrize(('schedule', 'expected'), [
+    ('cosine', {1: .25, 2: .5, 3: .75, 4: 1., 8: .1 + .9*.5*(1 + math.cos(math.pi/3)), 10: .55, 16: .1, 20: .1}),
+    ('linear', {1: .25, 4: 1., 10: .55, 13: .325, 16: .1, 20: .1}),
+    ('constant', {1: .25, 2: .5, 4: 1., 5: 1., 16: 1., 20: 1.})])
+def test_schedules(schedule, expected):
+    settings = TrainerConfig(steps=16, warmup_steps=4, lr_schedule=schedule)
+    assert {step: lr_factor(step, settings) for step in expected} == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize(('steps_', 'warmup'), [(1, 0), (1, 1), (1, 10), (5, 5), (5, 4), (2, 0), (100, 1)])
+@pytest.mark.parametrize('schedule', ['cosine', 'linear', 'constant'])
+def test_every_step_has_a_rate_above_zero_and_no_step_more_than_the_highest(steps_, warmup, schedule):
+    settings = TrainerConfig(steps=steps_, warmup_steps=warmup, lr_schedule=schedule)
+    factors = [lr_factor(step, settings) for step in range(1, steps_ + 1)]
+    assert all(0 < factor <= 1 for factor in factors) and factors[0] == (1 if warmup < 2 else 1/warmup)
+
+
+def test_the_scheduled_rate_is_the_one_that_is_used(model):
+    trainer = Trainer(model, config(steps=4, warmup_steps=2, lr=1e-3))
+    for row in trainer.run(collector(model)):
+        assert row['learning_rate'] == 1e-3*lr_factor(row['step'], trainer.config)
+        assert [group['lr'] for group in trainer.optimizer.param_groups] == [row['learning_rate']]*2
+
+
+def test_the_first_step_moves_by_its_rate(model):
+    "Adam's first update is lr * sign(gradient): the largest change is the rate of step 1 itself, not 0."
+    before = weights(model)
+    steps(Trainer(model, config(steps=10, warmup_steps=5, lr=1e-3, weight_decay=0., kl=KLConfig(kl_coef=0.))), collector(model), 1)
+    assert max((p.detach() - before[name]).abs().max().item() for name, p in model.named_parameters()) == pytest.approx(2e-4, rel=1e-2)
+
+
+# the optimiser
+
+def test_decay_is_on_matrices_only(model):
+    silent = replace(uneven(model), parts=tuple(replace(p, advantages=torch.zeros_like(p.advantages)) for p in uneven(model).parts))
+    before = weights(model)
+    row, = steps(Trainer(model, config(lr=.1, weight_decay=.5, kl=KLConfig(kl_coef=0.))), [silent], 1)
+    assert row['grad_norm'] == 0
+    for name, p in model.named_parameters():
+        assert_close(p.detach(), before[name]*(.95 if p.dim() == 2 else 1.))
+
+
+def test_frozen_parameters_stay(model):
+    model.wpe.weight.requires_grad_(False)
+    before = weights(model)
+    trainer = Trainer(model, config())
+    steps(trainer, collector(model), 2)
+    assert torch.equal(model.wpe.weight, before['wpe.weight']) and not same(model, before)
+    assert len([p for group in build_optimizer(model, config()).param_groups for p in group['params']]) == len(before) - 1
+
+
+def test_the_gradient_is_clipped_to_the_length(model, monkeypatch):
+    trainer, lengths = Trainer(model, config(grad_clip=.01)), []
+    step = trainer.optimizer.step
+    monkeypatch.setattr(trainer.optimizer, 'step', lambda: (lengths.append(torch.cat([p.grad.flatten() for p in model.parameters()]).norm().item()), step()))
+    row, = steps(trainer, collector(model), 1)
+    assert row['grad_norm'] > .02 and lengths == [pytest.approx(.01, rel=1e-3)]
+
+
+# the KL
+
+def test_the_run_ends_where_the_policy_diverges(model):
+    trainer = Trainer(model, config(steps=50, lr=.1, kl_divergence_threshold=.3))
+    source = collector(model)
+    rows, before = [], None
+    for row in trainer.run(source):
+        if not trainer.diverged:
+            before = weights(model)
+        rows.append(row)
+    assert trainer.diverged and 1 < len(rows) < 50 and rows[-1]['kl'] > .3 >= max(row['kl'] for row in rows[:-1])
+    assert f'diverged at step {len(rows)}' in trainer.stop_reason and 'above 0.3' in trainer.stop_reason
+    assert same(model, before) and trainer.skipped == 0
+    assert list(trainer.run(source)) == []
+
+
+def test_the_control_acts_once_per_experience(model):
+    kl = KLConfig(kl_coef=.02, kl_control='adaptive', kl_target=1e-6)
+    rows = steps(Trainer(model, config(lr=1e-2, kl=kl)), replay(collector(model), 3), 9)
+    assert [row['kl_coef'] for row in rows] == pytest.approx([.02] + [.02/1.5]*3 + [.02]*3 + [.02*1.5]*2)
+
+
+def test_the_warm_up_multiplies_the_coefficient(model):
+    rows = steps(Trainer(model, config(kl=KLConfig(kl_coef=.5, kl_warmup_steps=2, kl_warmup_factor=.1))), replay(collector(model), 2), 4)
+    assert [row['kl_coef'] for row in rows] == [.05, .05, .5, .5]
+
+
+def test_the_coefficient_reaches_the_loss(base):
+    def kl(coef):
+        model = copy.deepcopy(base)
+        return steps(Trainer(model, config(lr=1e-2, kl=KLConfig(kl_coef=coef))), collector(model), 12)[-1]['kl']
+    assert kl(1.) < .5*kl(0.)
+
+
+def test_a_coefficient_without_reference_is_refused(model):
+    with pytest.raises(ValueError, match='ref'):
+        next(Trainer(model, config(kl=KLConfig(kl_coef=.1))).run(collector(model, None)))
+
+
+@pytest.mark.parametrize('estimator', ['kl1', 'kl2', 'kl3'])
+def test_the_estimator_reaches_the_loss(base, estimator):
+    model = copy.deepcopy(base)
+    trainer = Trainer(model, config(kl_estimator=estimator, kl_unbiased=False, lr=1e-2, kl=KLConfig(kl_coef=1.)))
+    experience = next(collector(model, env=0.))
+    steps(trainer, [experience], 1)
+    part = experience.parts[0]
+    micro = next(micro_batches(experience))
+    with torch.no_grad():
+        loss, _ = grpo_loss(micro.logprobs(model)[0], part.rollouts.logprobs, part.ref_logprobs, part.advantages,
+                            part.rollouts.completion_mask, kl_coef=1., kl_estimator=estimator, kl_unbiased=False)
+    assert trainer.update(experience)['loss'] == pytest.approx(loss.item(), rel=1e-5)
+
+
+# the generator
+
+def asked(model, numbers):
+    for number, experience in enumerate(collector(model)):
+        numbers.append(number)
+        yield experience
+
+
+def test_nothing_is_collected_that_is_not_learned_from(model):
+    numbers = []
+    run = Trainer(model, config(steps=3)).run(asked(model, numbers))
+    assert numbers == []
+    for expected in ([0], [0, 1], [0, 1, 2]):
+        next(run)
+        assert numbers == expected
+    assert list(run) == [] and numbers == [0, 1, 2]
+
+
+def test_closing_early_cleans_up_and_the_run_can_go_on(model):
+    trainer, source = Trainer(model, config(steps=3)), collector(model)
+    run = trainer.run(source)
+    next(run)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    run.close()
+    assert all(p.grad is None for p in model.parameters()) and trainer.stop_reason == ''
+    assert [row['step'] for row in trainer.run(source)] == [2, 3]
+
+
+def test_stopping_and_going_on_is_the_same_as_not_stopping(base):
+    whole, halves = (Trainer(copy.deepcopy(base), config()) for _ in range(2))
+    steps(whole, collector(whole.model), 4)
+    source = collector(halves.model)
+    steps(halves, source, 2)
+    steps(halves, source, 2)
+    assert same(halves.model, weights(whole.model))
+
+
+def test_no_more_experiences_is_an_ending(model):
+    trainer = Trainer(model, config(steps=5))
+    assert len(list(trainer.run(itertools.islice(collector(model), 2)))) == 2
+    assert trainer.stop_reason == 'the experiences ended after step 2' and not trainer.diverged
+
+
+def test_items_are_counted_over_the_parts(model):
+    experience = uneven(model)
+    assert items_of(experience, 'dapo') == experience.table['tokens'].sum() and items_of(experience, 'grpo') == len(experience.table)
+
+
+def test_check_first_update_is_silent_where_all_is_well(model):
+    micro = next(micro_batches(uneven(model)))
+    assert check_first_update(model, micro, micro.logprobs(model)[0], TrainerConfig()) is None
+
+
+# bad settings
+
+@pytest.mark.parametrize('options', [
+    {'steps': 0}, {'lr': -1.}, {'lr': math.inf}, {'lr': math.nan}, {'lr_schedule': 'step'}, {'lr_final': 1.5}, {'warmup_steps': -1},
+    {'weight_decay': -.1}, {'grad_clip': 0.}, {'micro_batch_size': 0}, {'clip_low': -.1}, {'clip_high': math.nan}, {'loss_type': 'mean'},
+    {'importance_level': 'word'}, {'kl_estimator': 'forward'}, {'kl_divergence_threshold': 0.}, {'entropy_coef': math.nan},
+    {'identity_tolerance': 0.}, {'betas': (.9, 1.)}])
+def test_bad_settings_name_themselves(options):
+    with pytest.raises(ValueError, match=next(iter(options))):
+        TrainerConfig(**options)
+
+
+def test_the_trainer_only_needs_a_model_and_experiences(model):
+    assert isinstance(model, GPT) and Trainer(model).config == TrainerConfig()
