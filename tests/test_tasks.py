@@ -167,6 +167,8 @@ GOOD = 'M: e2e4 d2d4 g1f3 E: 0.3 0.2 -0.1 B: e2e4'
     (GOOD.replace('0.2', '1e9'), 3, 1, 'e2e4', False),
     (GOOD.replace('0.2', '9' * 400), 3, 1, 'e2e4', False),
     (GOOD.replace('0.2', '\u0663.5'), 3, 1, 'e2e4', False),
+    (GOOD.replace(' E:', ' Nf3 E:'), 3, 3, 'e2e4', False),      # a surplus unreadable word: complete, but not clean
+    (GOOD.replace(' B:', ' ok B:'), 3, 3, 'e2e4', False),
     (GOOD.replace(' -0.1', ''), 3, 2, 'e2e4', False),
     (GOOD.replace('g1f3', ''), 2, 3, 'e2e4', False),
     ('M: e2e4 E: 0.3 B: e2e4', 1, 1, 'e2e4', False),          # one move: only has_form(1)
