@@ -302,7 +302,7 @@ def gae(
 )->tuple[Tensor, Tensor]:    # (B, T) advantages, (B, T) targets of the critic; both without grad, 0 where masked
     "Generalised advantage estimation along the tokens of each completion, never across completions."
     mask = completion_mask.bool()
-    values, token_rewards = (x.detach().masked_fill(~mask, 0.0) for x in (values, token_rewards))  # nothing follows the end
+    values, token_rewards = (x.detach().masked_fill(~mask, 0.0) for x in (values, token_rewards))
     advantages, future = torch.zeros_like(values), values.new_zeros(len(values))
     next_value = future
     for t in reversed(range(values.shape[1])):
