@@ -39,7 +39,7 @@ class RunError(ValueError):
 
 
 #: Settings that depend on the model, used where the flag is not given.
-BY_MODEL = {'nano': {'lr': 2e-4, 'batch_positions': 32}, 'other': {'lr': 1e-5, 'batch_positions': 8}}
+BY_MODEL = {'nano': {'lr': 4e-4, 'batch_positions': 32, 'temperature': 1.}, 'other': {'lr': 1e-5, 'batch_positions': 8, 'temperature': .7}}
 
 
 @dataclass(frozen=True)
@@ -48,13 +48,13 @@ class TrainConfig:
     model: str = 'nano'               # nano (embedded), a folder, or a Hugging Face id such as jrahn/RookWorld-LM-124M
     data: str | None = None           # file of P: and A: lines to take prompts from; none: the shipped ones
     output_dir: str | None = None     # run folder, new; none: runs/ and the time
-    steps: int = 100                  # optimiser steps
+    steps: int = 60                   # optimiser steps
     batch_positions: int | None = None  # prompts of a batch; none: 32 for nano, 8 for others
     group_size: int = 8               # completions per prompt
     replays: int = 2                  # optimiser steps on each batch
-    lr: float | None = None           # peak learning rate; none: 2e-4 for nano, 1e-5 for others
+    lr: float | None = None           # peak learning rate; none: 4e-4 for nano, 1e-5 for others
     lr_schedule: str = 'cosine'       # after the warm-up: cosine | linear | constant
-    warmup_steps: int = 10            # optimiser steps over which the learning rate rises
+    warmup_steps: int = 5             # optimiser steps over which the learning rate rises
     clip_range: float = 0.2           # the ratio is clipped to 1 - clip_range ... 1 + clip_range
     loss_type: str = 'dapo'           # averaging of tokens: dapo | grpo | bnpo | dr_grpo
     baseline_type: str = 'group_mean'  # what a reward is compared with: group_mean | ema | adaptive | leave_one_out
@@ -67,15 +67,17 @@ class TrainConfig:
     kl_warmup_factor: float = 0.0     # see kl_warmup_steps
     kl_divergence_threshold: float = 0.5  # the run stops where the mean KL is above, nats per token
     entropy_coef: float = 0.0         # weight of the entropy bonus
-    temperature: float = 0.7          # of sampling, in training and in the sampled evaluation
+    temperature: float | None = None  # of sampling, in training and evaluation; none: 1.0 for nano, 0.7 for others
     max_new_tokens: int = 144         # longest completion
     mix_env_ratio: float = 0.2        # share of A: prompts
     max_positions: int | None = None  # use only that many prompts of each task; none: all
     reward_shaping: str = 'continuous'  # graduated | continuous | linear | binary | ladder
+    legal_credit: float = 0.5         # P: what a legal candidate outside the engine's five earns, as share of one inside
+    illegal_cost: float = 0.1         # P: what an illegal or repeated candidate takes away, in the same unit
     reward_warmup_steps: int = 0      # batches over which content is blended into the reward after structure
     stockfish_path: str | None = None  # judge P: answers with this engine instead of the stored targets
-    eval_policy: int = 512            # held-out P: positions evaluated before and after; 0 for none
-    eval_env: int = 256               # held-out A: positions evaluated before and after; 0 for none
+    eval_policy: int = 768            # held-out P: positions evaluated before and after; 0 for none
+    eval_env: int = 192               # held-out A: positions evaluated before and after; 0 for none
     eval_samples: int = 2             # completions of each at the training temperature, beside a greedy one
     save_every: int = 50              # optimiser steps between checkpoints
     seed: int = 0                     # of prompts and sampling
@@ -109,14 +111,15 @@ def _trainer(config: TrainConfig) -> TrainerConfig:
 
 def _collector(config: TrainConfig) -> CollectorConfig:
     "The collector's part of the configuration."
-    return CollectorConfig(group_size=config.group_size, temperature=config.temperature,
+    return CollectorConfig(group_size=config.group_size, temperature=_of_model(config, 'temperature'),
                            max_new_tokens_policy=config.max_new_tokens, max_new_tokens_env=config.max_new_tokens,
                            baseline=config.baseline_type, scale_rewards=config.scale_rewards, seed=config.seed)
 
 
 def _rewards(config: TrainConfig) -> RewardConfig:
     "The scorer's part of the configuration."
-    return RewardConfig(shaping=config.reward_shaping, reward_warmup_steps=config.reward_warmup_steps)
+    return RewardConfig(shaping=config.reward_shaping, legal_credit=config.legal_credit, illegal_cost=config.illegal_cost,
+                        reward_warmup_steps=config.reward_warmup_steps)
 
 
 TrainConfig.trainer, TrainConfig.collector, TrainConfig.rewards = property(_trainer), property(_collector), property(_rewards)
@@ -218,7 +221,7 @@ class Run:
 
     def evaluate(self) -> pd.DataFrame:  # one row a completion, as `evaluate.evaluate`
         "Held-out completions at the training temperature and greedy, with the same noise at every call."
-        sampled = {self.config.temperature: self.config.eval_samples, 0.: 1}
+        sampled = {self.config.collector.temperature: self.config.eval_samples, 0.: 1}
         return pd.concat([evaluate(self.model, self.tokenizer, self.heldout, temperature, self.config.seed, self.scorer, count)
                           for temperature, count in sampled.items()], ignore_index=True)
 

@@ -13,7 +13,7 @@ from rookworld_nb.run import Run, RunError, TrainConfig, closing_table, heldout_
 from rookworld_nb.weights import load_pretrained
 
 SHORT = TrainConfig(steps=4, batch_positions=5, group_size=4, eval_policy=6, eval_env=3, eval_samples=2, save_every=2, warmup_steps=1,
-                    device='cpu')
+                    temperature=.7, device='cpu')
 
 
 @pytest.fixture(scope='module')
