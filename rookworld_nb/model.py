@@ -255,14 +255,15 @@ def make_prefix(
 ) -> Prefix:
     'Pack up what reading the prompts left behind.'
     (B, Tp, _), device = hidden.shape, hidden.device
-    bias, real = None, torch.ones(B, Tp, dtype=torch.bool, device=device) if mask is None else mask
+    bias, longest, real = None, Tp, torch.ones(B, Tp, dtype=torch.bool, device=device) if mask is None else mask
     lengths = real.sum(1)                                            # (B,)
     if mask is not None:
+        longest = int(lengths.max())
         if not lengths.all(): raise SequenceError(f'prompt {int(lengths.argmin())} has no real token')
         bias = torch.zeros_like(real, dtype=hidden.dtype).masked_fill_(~real, -math.inf)[:, None, None]
     last = (real*torch.arange(Tp, device=device)).amax(1)            # (B,) column of the last real token
     last_hidden = hidden[torch.arange(B, device=device), last]       # (B, D)
-    return Prefix(*map(tuple, zip(*memory)), real, lengths, int(lengths.max()), bias, last_hidden)
+    return Prefix(*map(tuple, zip(*memory)), real, lengths, longest, bias, last_hidden)
 
 # %% ../nbs/00_gpt2.ipynb #5bd3e3e2
 @dataclass

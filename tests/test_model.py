@@ -330,6 +330,35 @@ def test_a_deep_copy_is_independent():
     assert torch.equal(reference(ids), before)
 
 
+# ---- devices
+
+def test_no_tensor_is_made_on_another_device_and_nothing_waits_for_one():
+    """On the meta device nothing has a value, so a stray CPU tensor or a question like `lengths.max()` fails."""
+    with torch.device('meta'):
+        model = GPT(SIZES['odd'])
+        ids = torch.zeros(3, 6, dtype=torch.long)
+        new, rows = torch.zeros(6, 1, dtype=torch.long), torch.zeros(4, dtype=torch.long)
+    prefix, cache = model.prefill(ids), KVCache(4)
+    assert model(ids).device.type == model.extend(new.expand(6, 5), prefix).device.type == 'meta'
+    with torch.no_grad():
+        model.extend(new, prefix, cache)
+        cache.select(rows)
+        assert model.extend(new[:4], prefix, cache).shape == (4, 1, 21)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason='no GPU')
+def test_a_gpu_computes_the_same():
+    model = noisy(SIZES['odd'])
+    prompts, mask, new, expected = grouped_case(model, 3, 4, 6, 5, 'left')
+    model, prompts, mask, new = (x.cuda() for x in (model, prompts, mask, new))
+    with torch.no_grad():
+        prefix, cache, rows = model.prefill(prompts, mask), KVCache(5), torch.tensor([1, 2, 11], device='cuda')
+        assert_close(model.extend(new, prefix).cpu(), expected, atol=1e-4, rtol=1e-4)
+        model.extend(new[:, :3], prefix, cache)
+        cache.select(rows)
+        assert_close(model.extend(new[rows, 3:], prefix, cache).cpu(), expected[rows.cpu(), 3:], atol=1e-4, rtol=1e-4)
+
+
 # ---- what is refused, and how
 
 @pytest.mark.parametrize(('change', 'words'), [({'n_head': 5}, 'n_head=5 .* n_embd=768'), ({'n_layer': 0}, 'n_layer .* 0'),
