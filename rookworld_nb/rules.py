@@ -177,6 +177,7 @@ class _Closing:
     def __enter__(self)->Self: return self
     def __exit__(self, *exc)->None: self.close()
 
+# %% ../nbs/03_rules.ipynb #06c4b12e
 class _KeptEngine(_Closing):
     "An engine that is started when first needed and replaced when it fails; one exchange at a time."
 
@@ -196,6 +197,11 @@ class _KeptEngine(_Closing):
                     self._end()
                     raise
         raise EngineError(f"{self.path} failed twice on {about!r}: {failure}")
+
+    @functools.cached_property
+    def name(self)->str:
+        "The engine's own name and version."
+        return self._exchange('its name', lambda engine: engine.name)
 
     def _running(self)->_EngineProcess:
         if self._process is None or self._process.owner != os.getpid():   # a forked child starts its own
@@ -309,11 +315,6 @@ class Stockfish(_KeptEngine):
         answer = self._exchange(fen, lambda engine: _search(engine, fen, self.nodes, self.multipv, self.fresh))
         if key: self.cache.put(key, answer)
         return answer
-
-    @functools.cached_property
-    def name(self)->str:
-        "The engine's own name and version."
-        return self._exchange('its name', lambda engine: engine.name)
 
     def close(self)->None:
         "End the engine process; the next analysis starts another."

@@ -1,4 +1,5 @@
 "The environment against python-chess over thousands of moves, and the engine client against engines that misbehave."
+
 import logging
 import math
 import multiprocessing
@@ -21,16 +22,30 @@ from hypothesis import strategies as st
 
 from rookworld_nb import rules
 from rookworld_nb.rules import (
-    AnalysisCache, CacheError, Candidate, EngineError, EngineNotFound, EnvStep, InvalidFen, Stockfish, StockfishPool, env_step, fen_key,
-    find_stockfish, legal_moves, win_probability,
+    AnalysisCache,
+    CacheError,
+    Candidate,
+    EngineError,
+    EngineNotFound,
+    EnvStep,
+    InvalidFen,
+    Stockfish,
+    StockfishPool,
+    env_step,
+    fen_key,
+    find_stockfish,
+    legal_moves,
+    win_probability,
 )
 
 START = chess.STARTING_FEN
 
 
 def stockfish_or_none():
-    try: return find_stockfish()
-    except EngineNotFound: return None
+    try:
+        return find_stockfish()
+    except EngineNotFound:
+        return None
 
 
 needs_stockfish = pytest.mark.skipif(stockfish_or_none() is None, reason='Stockfish is not installed')
@@ -45,24 +60,29 @@ def games(n, seed):
             yield board
             moves = list(board.legal_moves)
             special = [m for m in moves if board.is_capture(m) or board.is_castling(m) or m.promotion]
-            board.push(rng.choice(special if special and rng.random() < .4 else moves))
+            board.push(rng.choice(special if special and rng.random() < 0.4 else moves))
 
 
 # --- transitions
+
 
 def reference(fen, uci):
     "The same rules through python-chess's own outcome."
     board = chess.Board(fen)
     move = next((m for m in board.legal_moves if m.uci() == uci), None)
-    if move is None: return EnvStep(fen, -1.0, False, True)
+    if move is None:
+        return EnvStep(fen, -1.0, False, True)
     board.push(move)
-    outcome = board.outcome(claim_draw=False)   # needs two repetitions more than one move can make
+    outcome = board.outcome(claim_draw=False)  # needs two repetitions more than one move can make
     reward = 0.001 if outcome is None else 0.5 if outcome.winner is None else 1.0
     return EnvStep(board.fen(), reward, outcome is not None, False)
 
 
 def test_thousands_of_transitions():
-    rng, kinds = random.Random(1), dict.fromkeys(('castle', 'en passant', 'promotion', 'mate', 'draw', 'capture', 'check'), 0)
+    rng, kinds = (
+        random.Random(1),
+        dict.fromkeys(('castle', 'en passant', 'promotion', 'mate', 'draw', 'capture', 'check'), 0),
+    )
     total = 0
     for board in games(8, seed=1):
         moves = list(board.legal_moves)
@@ -83,25 +103,78 @@ def test_thousands_of_transitions():
 
 
 SPECIAL = {
-    'castle short': ('r3k2r/8/8/8/8/8/8/R3K2R w KQkq - 0 1', 'e1g1', 'r3k2r/8/8/8/8/8/8/R4RK1 b kq - 1 1', 0.001, False),
+    'castle short': (
+        'r3k2r/8/8/8/8/8/8/R3K2R w KQkq - 0 1',
+        'e1g1',
+        'r3k2r/8/8/8/8/8/8/R4RK1 b kq - 1 1',
+        0.001,
+        False,
+    ),
     'castle long': ('r3k2r/8/8/8/8/8/8/R3K2R b KQkq - 0 1', 'e8c8', '2kr3r/8/8/8/8/8/8/R3K2R w KQ - 1 2', 0.001, False),
-    'rook move ends a right': ('r3k2r/8/8/8/8/8/8/R3K2R w KQkq - 0 1', 'a1a8', 'R3k2r/8/8/8/8/8/8/4K2R b Kk - 0 1', 0.001, False),
-    'double step, nobody near': (START, 'e2e4', 'rnbqkbnr/pppppppp/8/8/4P3/8/PPPP1PPP/RNBQKBNR b KQkq - 0 1', 0.001, False),
-    'double step, capturable': ('4k3/8/8/8/3p4/8/4P3/4K3 w - - 0 1', 'e2e4', '4k3/8/8/8/3pP3/8/8/4K3 b - e3 0 1', 0.001, False),
+    'rook move ends a right': (
+        'r3k2r/8/8/8/8/8/8/R3K2R w KQkq - 0 1',
+        'a1a8',
+        'R3k2r/8/8/8/8/8/8/4K2R b Kk - 0 1',
+        0.001,
+        False,
+    ),
+    'double step, nobody near': (
+        START,
+        'e2e4',
+        'rnbqkbnr/pppppppp/8/8/4P3/8/PPPP1PPP/RNBQKBNR b KQkq - 0 1',
+        0.001,
+        False,
+    ),
+    'double step, capturable': (
+        '4k3/8/8/8/3p4/8/4P3/4K3 w - - 0 1',
+        'e2e4',
+        '4k3/8/8/8/3pP3/8/8/4K3 b - e3 0 1',
+        0.001,
+        False,
+    ),
     'double step, capturer pinned': ('3rk3/8/8/8/4p3/8/3P4/3KR3 w - - 5 9', 'd2d4', None, 0.001, False),
     'en passant': ('4k3/8/8/8/3pP3/8/8/4K3 b - e3 0 1', 'd4e3', '4k3/8/8/8/8/4p3/8/4K3 w - - 0 2', 0.001, False),
     'promotion': ('8/P7/8/8/8/8/k7/4K3 w - - 0 1', 'a7a8n', 'N7/8/8/8/8/8/k7/4K3 b - - 0 1', 0.5, True),
     'promotion with mate': ('7k/P7/6K1/8/8/8/8/8 w - - 0 1', 'a7a8q', 'Q6k/8/6K1/8/8/8/8/8 b - - 0 1', 1.0, True),
-    "fool's mate": ('rnbqkbnr/pppp1ppp/8/4p3/6P1/5P2/PPPPP2P/RNBQKBNR b KQkq - 0 2', 'd8h4',
-                    'rnb1kbnr/pppp1ppp/8/4p3/6Pq/5P2/PPPPP2P/RNBQKBNR w KQkq - 1 3', 1.0, True),
+    "fool's mate": (
+        'rnbqkbnr/pppp1ppp/8/4p3/6P1/5P2/PPPPP2P/RNBQKBNR b KQkq - 0 2',
+        'd8h4',
+        'rnb1kbnr/pppp1ppp/8/4p3/6Pq/5P2/PPPPP2P/RNBQKBNR w KQkq - 1 3',
+        1.0,
+        True,
+    ),
     'stalemate': ('7k/8/5K2/6Q1/8/8/8/8 w - - 0 1', 'g5g6', '7k/8/5KQ1/8/8/8/8/8 b - - 1 1', 0.5, True),
     'last piece taken': ('8/8/8/8/8/8/k7/1rK5 w - - 0 1', 'c1b1', None, -1.0, False),
     'insufficient material': ('8/8/8/8/8/k7/8/1rK5 w - - 0 1', 'c1b1', '8/8/8/8/8/k7/8/1K6 b - - 0 1', 0.5, True),
-    'fifty moves are not enough': ('4k3/8/8/8/8/8/8/R3K3 w - - 99 80', 'e1e2', '4k3/8/8/8/8/8/4K3/R7 b - - 100 80', 0.001, False),
-    'one ply before the end': ('4k3/8/8/8/8/8/8/R3K3 w - - 148 90', 'e1e2', '4k3/8/8/8/8/8/4K3/R7 b - - 149 90', 0.001, False),
+    'fifty moves are not enough': (
+        '4k3/8/8/8/8/8/8/R3K3 w - - 99 80',
+        'e1e2',
+        '4k3/8/8/8/8/8/4K3/R7 b - - 100 80',
+        0.001,
+        False,
+    ),
+    'one ply before the end': (
+        '4k3/8/8/8/8/8/8/R3K3 w - - 148 90',
+        'e1e2',
+        '4k3/8/8/8/8/8/4K3/R7 b - - 149 90',
+        0.001,
+        False,
+    ),
     'seventy-five moves': ('4k3/8/8/8/8/8/8/R3K3 w - - 149 90', 'e1e2', '4k3/8/8/8/8/8/4K3/R7 b - - 150 90', 0.5, True),
-    'a pawn move resets the count': ('4k3/8/8/8/8/8/P7/R3K3 w - - 149 90', 'a2a3', '4k3/8/8/8/8/P7/8/R3K3 b - - 0 90', 0.001, False),
-    'mate on the last move counts': ('7k/8/6K1/8/8/8/8/R7 w - - 149 90', 'a1a8', 'R6k/8/6K1/8/8/8/8/8 b - - 150 90', 1.0, True),
+    'a pawn move resets the count': (
+        '4k3/8/8/8/8/8/P7/R3K3 w - - 149 90',
+        'a2a3',
+        '4k3/8/8/8/8/P7/8/R3K3 b - - 0 90',
+        0.001,
+        False,
+    ),
+    'mate on the last move counts': (
+        '7k/8/6K1/8/8/8/8/R7 w - - 149 90',
+        'a1a8',
+        'R6k/8/6K1/8/8/8/8/8 b - - 150 90',
+        1.0,
+        True,
+    ),
 }
 
 
@@ -118,22 +191,41 @@ def test_en_passant_square_only_where_a_capture_is_legal():
     seen = 0
     for board in games(4, seed=2):
         for move in board.legal_moves:
-            if board.piece_type_at(move.from_square) != chess.PAWN or abs(move.to_square - move.from_square) != 16: continue
+            if board.piece_type_at(move.from_square) != chess.PAWN or abs(move.to_square - move.from_square) != 16:
+                continue
             after = board.copy(stack=False)
             after.push(move)
             square = env_step(board.fen(), move.uci()).new_fen.split()[3]
             assert (square != '-') == any(after.is_en_passant(m) for m in after.legal_moves)
             seen += square != '-'
     assert seen > 0
-    pinned = '8/8/8/8/k2p3R/8/4P3/4K3 w - - 0 1'   # taking e.p. would open the fourth rank
+    pinned = '8/8/8/8/k2p3R/8/4P3/4K3 w - - 0 1'  # taking e.p. would open the fourth rank
     assert env_step(pinned, 'e2e4').new_fen.split()[3] == '-'
 
 
 ILLEGAL = {
-    'an empty square': 'e4e5', 'the opponent\'s piece': 'e7e5', 'blocked': 'a1a5', 'wrong geometry': 'g1g3', 'own piece': 'd1d2',
-    'pawn too far': 'e2e5', 'no castling yet': 'e1g1', 'castling as king takes rook': 'e1h1', 'promotion of no pawn': 'g1f3q',
-    'null move': '0000', 'same square': 'e2e2', 'upper case': 'E2E4', 'san': 'Nf3', 'long': 'e2e4e5', 'short': 'e2', 'empty': '',
-    'spaces': ' e2e4', 'line end': 'e2e4\n', 'off the board': 'e2e9', 'words': 'the king wins', 'a drop': 'P@e4', 'unicode': 'е2е4',
+    'an empty square': 'e4e5',
+    'the opponent\'s piece': 'e7e5',
+    'blocked': 'a1a5',
+    'wrong geometry': 'g1g3',
+    'own piece': 'd1d2',
+    'pawn too far': 'e2e5',
+    'no castling yet': 'e1g1',
+    'castling as king takes rook': 'e1h1',
+    'promotion of no pawn': 'g1f3q',
+    'null move': '0000',
+    'same square': 'e2e2',
+    'upper case': 'E2E4',
+    'san': 'Nf3',
+    'long': 'e2e4e5',
+    'short': 'e2',
+    'empty': '',
+    'spaces': ' e2e4',
+    'line end': 'e2e4\n',
+    'off the board': 'e2e9',
+    'words': 'the king wins',
+    'a drop': 'P@e4',
+    'unicode': 'е2е4',
 }
 
 
@@ -142,18 +234,21 @@ def test_illegal_moves_change_nothing(kind):
     assert env_step(START, ILLEGAL[kind], []) == EnvStep(START, -1.0, False, True)
 
 
-@pytest.mark.parametrize('fen, uci', [
-    ('4k3/8/8/8/8/8/4r3/R3K2R w KQ - 0 1', 'a1a2'),                 # ignores a check
-    ('4k3/4r3/8/8/8/8/4N3/4K3 w - - 0 1', 'e2c3'),                 # leaves a pin
-    ('4kr2/8/8/8/8/8/8/4K2R w K - 0 1', 'e1g1'),                   # castles through check
-    ('4k1r1/8/8/8/8/8/8/4K2R w K - 0 1', 'e1g1'),                  # castles into check
-    ('4k3/8/8/8/8/8/8/4K2R w - - 0 1', 'e1g1'),                    # has lost the right
-    ('8/P7/8/8/8/8/k7/4K3 w - - 0 1', 'a7a8'),                     # promotes to nothing
-    ('8/P7/8/8/8/8/k7/4K3 w - - 0 1', 'a7a8k'),                    # promotes to a king
-    ('8/P7/8/8/8/8/k7/4K3 w - - 0 1', 'a7a8Q'),                    # capital letter
-    ('4k3/8/8/8/3pP3/8/8/4K3 b - - 0 1', 'd4e3'),                  # en passant one move late
-    ('R6k/8/6K1/8/8/8/8/8 b - - 1 1', 'h8h7'),                     # after mate
-])
+@pytest.mark.parametrize(
+    'fen, uci',
+    [
+        ('4k3/8/8/8/8/8/4r3/R3K2R w KQ - 0 1', 'a1a2'),  # ignores a check
+        ('4k3/4r3/8/8/8/8/4N3/4K3 w - - 0 1', 'e2c3'),  # leaves a pin
+        ('4kr2/8/8/8/8/8/8/4K2R w K - 0 1', 'e1g1'),  # castles through check
+        ('4k1r1/8/8/8/8/8/8/4K2R w K - 0 1', 'e1g1'),  # castles into check
+        ('4k3/8/8/8/8/8/8/4K2R w - - 0 1', 'e1g1'),  # has lost the right
+        ('8/P7/8/8/8/8/k7/4K3 w - - 0 1', 'a7a8'),  # promotes to nothing
+        ('8/P7/8/8/8/8/k7/4K3 w - - 0 1', 'a7a8k'),  # promotes to a king
+        ('8/P7/8/8/8/8/k7/4K3 w - - 0 1', 'a7a8Q'),  # capital letter
+        ('4k3/8/8/8/3pP3/8/8/4K3 b - - 0 1', 'd4e3'),  # en passant one move late
+        ('R6k/8/6K1/8/8/8/8/8 b - - 1 1', 'h8h7'),  # after mate
+    ],
+)
 def test_illegal_moves_in_special_positions(fen, uci):
     assert env_step(fen, uci) == EnvStep(fen, -1.0, False, True)
 
@@ -174,7 +269,7 @@ def test_any_text_is_a_move_or_illegal(uci):
 
 
 def test_fen_is_unchanged_to_the_letter():
-    sloppy = 'rnbqkbnr/pppppppp/8/8/4P3/8/PPPP1PPP/RNBQKBNR b KQkq e3 0 1'   # an e.p. square that nobody can use
+    sloppy = 'rnbqkbnr/pppppppp/8/8/4P3/8/PPPP1PPP/RNBQKBNR b KQkq e3 0 1'  # an e.p. square that nobody can use
     assert env_step(sloppy, 'e2e4').new_fen == sloppy
     assert env_step(sloppy, 'e7e5').new_fen.split()[3] == '-'
 
@@ -184,36 +279,60 @@ def test_history_decides_nothing():
     assert env_step(START, 'g1f3', back_and_forth) == env_step(START, 'g1f3')
 
 
-@pytest.mark.parametrize('fen', ['', 'x', START.replace('8/8', '8/7', 1), START.replace(' w ', ' white '), '8/8/8/8/8/8/8/8 w - - 0 1',
-                                 '4k3/8/8/8/8/8/8/8 w - - 0 1', 'k6k/8/8/8/8/8/8/K7 w - - 0 1', '4k3/8/8/8/8/8/8/K3P3 w - - 0 1',
-                                 'k6R/8/8/8/8/8/8/K7 w - - 0 1', START + ' extra', None, 5])
+@pytest.mark.parametrize(
+    'fen',
+    [
+        '',
+        'x',
+        START.replace('8/8', '8/7', 1),
+        START.replace(' w ', ' white '),
+        '8/8/8/8/8/8/8/8 w - - 0 1',
+        '4k3/8/8/8/8/8/8/8 w - - 0 1',
+        'k6k/8/8/8/8/8/8/K7 w - - 0 1',
+        '4k3/8/8/8/8/8/8/K3P3 w - - 0 1',
+        'k6R/8/8/8/8/8/8/K7 w - - 0 1',
+        START + ' extra',
+        None,
+        5,
+    ],
+)
 def test_bad_fens_are_named(fen):
     for call in (lambda: env_step(fen, 'e2e4'), lambda: legal_moves(fen)):
-        with pytest.raises(InvalidFen) as caught: call()
+        with pytest.raises(InvalidFen) as caught:
+            call()
         assert repr(fen) in str(caught.value) and isinstance(caught.value, ValueError)
 
 
 def test_shared_boards_are_never_changed():
     before = legal_moves(START)
-    for uci in sorted(before): env_step(START, uci)
+    for uci in sorted(before):
+        env_step(START, uci)
     legal_moves.cache_clear()
     assert legal_moves(START) == before and env_step(START, 'e2e4') == reference(START, 'e2e4')
 
 
 def test_fen_key():
-    assert fen_key(START) == fen_key(START.replace('0 1', '7 30')) == 'rnbqkbnr/pppppppp/8/8/8/8/PPPPPPPP/RNBQKBNR w KQkq -'
+    assert (
+        fen_key(START)
+        == fen_key(START.replace('0 1', '7 30'))
+        == 'rnbqkbnr/pppppppp/8/8/8/8/PPPPPPPP/RNBQKBNR w KQkq -'
+    )
     assert fen_key(START) != fen_key(START.replace(' w ', ' b '))
-    with pytest.raises(InvalidFen, match='four fields'): fen_key('8/8 w -')
+    with pytest.raises(InvalidFen, match='four fields'):
+        fen_key('8/8 w -')
 
 
 # --- evaluation as a probability
+
 
 @given(st.floats(-1000, 1000), st.floats(-1000, 1000))
 def test_win_probability(a, b):
     assert 0 <= win_probability(a) <= 1
     assert win_probability(a) + win_probability(-a) == pytest.approx(1, abs=1e-12)
-    if a < b: assert win_probability(a) <= win_probability(b)
-    if abs(a) < 100: assert win_probability(a) == pytest.approx(1 / (1 + math.exp(-0.00368208 * 100 * a)), rel=1e-9)
+    if a < b:
+        assert win_probability(a) <= win_probability(b)
+    if abs(a) < 100:
+        assert win_probability(a) == pytest.approx(1 / (1 + math.exp(-0.00368208 * 100 * a)), rel=1e-9)
 
 
 def test_win_probability_never_overflows():
@@ -245,7 +364,9 @@ FAKE = '''
                 if mode == 'dies': sys.exit(1)
                 if mode == 'chatters':
                     while True: say('info string thinking')
-                if mode == 'garbage': say('\\x00 info multipv pv score ?\\ninfo depth 1 multipv 1 score cp many pv e2e4\\nbestmove x'); continue
+                if mode == 'garbage':
+                    say('\\x00 info multipv pv score ?\\ninfo depth 1 multipv 1 score cp many pv e2e4\\nbestmove x')
+                    continue
                 if mode in ('illegal', 'repeats'):
                     moves = ['e2e4', 'd2d4', 'g1f3', 'c2c4', 'e2e5' if mode == 'illegal' else 'e2e4']
                     for i, move in enumerate(moves, 1): say(f'info depth 1 multipv {{i}} score cp 5 pv {{move}}')
@@ -266,12 +387,15 @@ def fake(tmp_path):
         path.write_text(f'#!{sys.executable}\n{body}')
         path.chmod(path.stat().st_mode | stat.S_IXUSR)
         return path, lambda: len(state.read_text()) if state.exists() else 0
+
     return make
 
 
 def children():
     "Direct child processes that are not zombies."
-    out = subprocess.run(['ps', '--ppid', str(os.getpid()), '-o', 'pid=,stat=,args='], capture_output=True, text=True).stdout
+    out = subprocess.run(
+        ['ps', '--ppid', str(os.getpid()), '-o', 'pid=,stat=,args='], capture_output=True, text=True
+    ).stdout
     return [row for row in out.splitlines() if ' Z' not in row and 'ps --ppid' not in row]
 
 
@@ -279,7 +403,13 @@ def test_scores_and_order(fake):
     path, _ = fake()
     with Stockfish(path) as engine:
         assert engine.name == 'Fake 1'
-        assert engine.analyse(START) == (('g1f3', 999.97), ('e2e4', 0.31), ('d2d4', 0.31), ('c2c4', -0.07), ('b1c3', -999.79))
+        assert engine.analyse(START) == (
+            ('g1f3', 999.97),
+            ('e2e4', 0.31),
+            ('d2d4', 0.31),
+            ('c2c4', -0.07),
+            ('b1c3', -999.79),
+        )
 
 
 @pytest.mark.parametrize('mode', ['hangs', 'dies', 'chatters', 'garbage', 'illegal', 'repeats', 'few'])
@@ -296,13 +426,15 @@ def test_one_failure_is_repaired(fake, mode, caplog):
 @pytest.mark.parametrize('mode', ['hangs', 'dies', 'garbage', 'illegal', 'repeats', 'few', 'mute', 'exits'])
 def test_two_failures_are_an_error_that_names_the_position(fake, mode, monkeypatch):
     path, runs = fake(mode)
-    if mode == 'mute': monkeypatch.setattr(rules, '_START_SECONDS', 3.0)
+    if mode == 'mute':
+        monkeypatch.setattr(rules, '_START_SECONDS', 3.0)
     started = time.monotonic()
     with Stockfish(path, timeout=0.6, nodes=10**7) as engine:
-        with pytest.raises(EngineError) as caught: engine.analyse(START)
+        with pytest.raises(EngineError) as caught:
+            engine.analyse(START)
         assert START in str(caught.value) and 'engine' in str(caught.value)
-        assert engine.restarts == 2 and (mode == 'mute' or runs() == 2)   # a mute one may end before it counts
-    assert time.monotonic() - started < 100   # 'mute' and 'hangs' sleep for a minute each time
+        assert engine.restarts == 2 and (mode == 'mute' or runs() == 2)  # a mute one may end before it counts
+    assert time.monotonic() - started < 100  # 'mute' and 'hangs' sleep for a minute each time
     assert not [c for c in children() if str(path) in c]
 
 
@@ -310,12 +442,14 @@ def test_an_engine_that_cannot_start(tmp_path):
     path = tmp_path / 'engine'
     path.write_text('not a program')
     path.chmod(0o755)
-    with Stockfish(path, timeout=1) as engine, pytest.raises(EngineError, match='failed twice'): engine.analyse(START)
+    with Stockfish(path, timeout=1) as engine, pytest.raises(EngineError, match='failed twice'):
+        engine.analyse(START)
 
 
 def test_too_few_lines_means_more_nodes(fake):
     path, _ = fake(lines=LINES[:4])
-    with Stockfish(path, nodes=500_000) as engine, pytest.raises(EngineError, match='not 5 distinct'): engine.analyse(START)
+    with Stockfish(path, nodes=500_000) as engine, pytest.raises(EngineError, match='not 5 distinct'):
+        engine.analyse(START)
 
 
 def test_an_interrupt_leaves_no_engine_behind(fake, monkeypatch):
@@ -323,10 +457,13 @@ def test_an_interrupt_leaves_no_engine_behind(fake, monkeypatch):
     with Stockfish(path) as engine:
         engine.analyse(START)
 
-        def interrupt(*_): raise KeyboardInterrupt
+        def interrupt(*_):
+            raise KeyboardInterrupt
+
         with monkeypatch.context() as patch:
             patch.setattr(rules, '_read_info', interrupt)
-            with pytest.raises(KeyboardInterrupt): engine.analyse(START)
+            with pytest.raises(KeyboardInterrupt):
+                engine.analyse(START)
         assert not [c for c in children() if str(path) in c]
         assert engine.analyse(START) and runs() == 2 and engine.restarts == 0
 
@@ -334,14 +471,19 @@ def test_an_interrupt_leaves_no_engine_behind(fake, monkeypatch):
 def test_positions_without_moves_need_no_engine(fake):
     path, runs = fake('exits')
     with Stockfish(path) as engine:
-        assert engine.analyse('R6k/8/6K1/8/8/8/8/8 b - - 1 1') == () and engine.analyse('7k/8/5KQ1/8/8/8/8/8 b - - 1 1') == ()
-        with pytest.raises(InvalidFen): engine.analyse('nonsense')
+        assert (
+            engine.analyse('R6k/8/6K1/8/8/8/8/8 b - - 1 1') == ()
+            and engine.analyse('7k/8/5KQ1/8/8/8/8/8 b - - 1 1') == ()
+        )
+        with pytest.raises(InvalidFen):
+            engine.analyse('nonsense')
     assert runs() == 0
 
 
 @pytest.mark.parametrize('option', ['nodes', 'multipv', 'hash_mb', 'timeout'])
 def test_bad_options_are_named(fake, option):
-    with pytest.raises(EngineError, match=f'{option} must be positive, not 0'): Stockfish(fake()[0], **{option: 0})
+    with pytest.raises(EngineError, match=f'{option} must be positive, not 0'):
+        Stockfish(fake()[0], **{option: 0})
 
 
 def test_find_stockfish(tmp_path, monkeypatch, fake):
@@ -353,43 +495,53 @@ def test_find_stockfish(tmp_path, monkeypatch, fake):
     monkeypatch.setenv('PATH', str(named.parent))
     assert find_stockfish() == find_stockfish('stockfish') == str(named)
     for missing in (tmp_path / 'nowhere', tmp_path, 'no-such-engine'):
-        with pytest.raises(EngineNotFound) as caught: find_stockfish(missing)
+        with pytest.raises(EngineNotFound) as caught:
+            find_stockfish(missing)
         assert str(missing) in str(caught.value) and '--stockfish-path' in str(caught.value)
     monkeypatch.setattr(rules.shutil, 'which', lambda place: None)
-    with pytest.raises(EngineNotFound, match='apt install stockfish'): find_stockfish()
-    with pytest.raises(EngineNotFound): Stockfish()
+    with pytest.raises(EngineNotFound, match='apt install stockfish'):
+        find_stockfish()
+    with pytest.raises(EngineNotFound):
+        Stockfish()
     monkeypatch.setattr(rules.shutil, 'which', lambda place: place if place.startswith('/usr/games') else None)
     assert find_stockfish() == '/usr/games/stockfish'
 
 
 # --- the cache
 
+
 def test_cache_answers_without_searching(fake, tmp_path):
     path, runs = fake()
-    with Stockfish(path, cache=tmp_path / 'deep' / 'cache.db') as engine: first = engine.analyse(START)
-    path.write_text(path.read_text().replace("words[0] == 'go'", "words[0] == 'never'"))   # it would hang if asked
+    with Stockfish(path, cache=tmp_path / 'deep' / 'cache.db') as engine:
+        first = engine.analyse(START)
+    path.write_text(path.read_text().replace("words[0] == 'go'", "words[0] == 'never'"))  # it would hang if asked
     with Stockfish(path, cache=tmp_path / 'deep' / 'cache.db', timeout=1) as engine:
         again = engine.analyse(START)
         assert again == first and all(type(c) is Candidate for c in again)
-        with pytest.raises(EngineError): engine.analyse(START.replace('0 1', '5 9'))   # counters belong to the question
+        with pytest.raises(EngineError):
+            engine.analyse(START.replace('0 1', '5 9'))  # counters belong to the question
 
 
 @pytest.mark.parametrize('change', [dict(nodes=2000), dict(multipv=4), dict(hash_mb=2), dict(fresh=False)])
 def test_cache_key_holds_every_setting(fake, tmp_path, change):
     path, _ = fake()
-    with Stockfish(path, cache=tmp_path / 'cache.db') as engine: engine.analyse(START)
-    fake(lines=[(m, 'cp 1') for m, _ in LINES][:change.get('multipv', 5)])
+    with Stockfish(path, cache=tmp_path / 'cache.db') as engine:
+        engine.analyse(START)
+    fake(lines=[(m, 'cp 1') for m, _ in LINES][: change.get('multipv', 5)])
     with Stockfish(path, cache=tmp_path / 'cache.db', **change) as engine:
         assert {c.pawns for c in engine.analyse(START)} == {0.01}
-    with Stockfish(path, cache=tmp_path / 'cache.db') as engine: assert engine.analyse(START)[0].pawns == 999.97
+    with Stockfish(path, cache=tmp_path / 'cache.db') as engine:
+        assert engine.analyse(START)[0].pawns == 999.97
 
 
 def test_cache_key_holds_the_engine(fake, tmp_path):
     path, _ = fake()
-    with Stockfish(path, cache=tmp_path / 'cache.db') as engine: engine.analyse(START)
+    with Stockfish(path, cache=tmp_path / 'cache.db') as engine:
+        engine.analyse(START)
     fake(lines=[(m, 'cp 1') for m, _ in LINES])
     path.write_text(path.read_text().replace('Fake 1', 'Fake 2'))
-    with Stockfish(path, cache=tmp_path / 'cache.db') as engine: assert engine.analyse(START)[0].pawns == 0.01
+    with Stockfish(path, cache=tmp_path / 'cache.db') as engine:
+        assert engine.analyse(START)[0].pawns == 0.01
 
 
 def _fill(path, worker):
@@ -405,26 +557,32 @@ def test_cache_is_safe_for_processes_and_threads(tmp_path):
     path = tmp_path / 'cache.db'
     context = multiprocessing.get_context('spawn')
     workers = [context.Process(target=_fill, args=(path, w)) for w in range(3)]
-    for w in workers: w.start()
-    with ThreadPoolExecutor(4) as threads: list(threads.map(lambda w: _fill(path, f't{w}'), range(4)))
+    for w in workers:
+        w.start()
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(lambda w: _fill(path, f't{w}'), range(4)))
     for w in workers:
         w.join(60)
         assert w.exitcode == 0
     cache = AnalysisCache(path)
-    assert all(cache.get(f'{w} 199') == (('e2e4', 199.0),) for w in (0, 1, 2, 't0', 't3')) and cache.get('absent') is None
+    assert (
+        all(cache.get(f'{w} 199') == (('e2e4', 199.0),) for w in (0, 1, 2, 't0', 't3')) and cache.get('absent') is None
+    )
     cache.close()
-    assert cache.get('shared') == (('d2d4', 0.0),)   # opens again
+    assert cache.get('shared') == (('d2d4', 0.0),)  # opens again
     cache.close()
 
 
 def test_a_cache_file_that_is_something_else(fake, tmp_path):
     other = tmp_path / 'cache.db'
     other.write_text('these are my notes, not a database ' * 100)
-    with Stockfish(fake()[0], cache=other) as engine, pytest.raises(CacheError, match='cache.db'): engine.analyse(START)
+    with Stockfish(fake()[0], cache=other) as engine, pytest.raises(CacheError, match='cache.db'):
+        engine.analyse(START)
     assert other.read_text().startswith('these are my notes')
 
 
 # --- the pool
+
 
 def test_pool_keeps_order_and_analyses_repeats_once(fake):
     path, runs = fake()
@@ -433,16 +591,19 @@ def test_pool_keeps_order_and_analyses_repeats_once(fake):
         answers = pool.analyse_many(iter(fens))
         assert [len(a) for a in answers] == [5, 5, 5, 0, 5, 5, 5] and runs() == 1
         assert pool.analyse_many([]) == []
-        with pytest.raises(InvalidFen): pool.analyse_many([START, 'nonsense'])
+        with pytest.raises(InvalidFen):
+            pool.analyse_many([START, 'nonsense'])
         assert pool.analyse(START) == answers[-1]
     assert not [c for c in children() if str(path) in c]
-    with pytest.raises(EngineError, match='workers'): StockfishPool(0, path=path)
+    with pytest.raises(EngineError, match='workers'):
+        StockfishPool(0, path=path)
 
 
 def test_pool_failure_names_the_position_and_the_pool_survives(fake):
     path, _ = fake('dies', bad_runs=2)
     with StockfishPool(1, path=path, timeout=2) as pool:
-        with pytest.raises(EngineError) as caught: pool.analyse_many([START])
+        with pytest.raises(EngineError) as caught:
+            pool.analyse_many([START])
         assert START in str(caught.value)
         assert len(pool.analyse_many([START])[0]) == 5
 
@@ -475,11 +636,15 @@ def test_a_forgotten_engine_does_not_keep_python_alive(fake):
 
 def test_import_has_no_side_effects():
     code = 'import sys, threading, rookworld_nb.rules; print(threading.active_count(), "torch" in sys.modules)'
-    assert subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=True).stdout.split() == ['1', 'False']
+    assert subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=True).stdout.split() == [
+        '1',
+        'False',
+    ]
     assert threading.main_thread().is_alive()
 
 
 # --- the real engine
+
 
 @pytest.fixture(scope='module')
 def positions():
@@ -492,7 +657,8 @@ def test_the_same_position_gets_the_same_answer(positions):
         first = [engine.analyse(f) for f in positions]
         assert [engine.analyse(f) for f in reversed(positions)][::-1] == first
         assert pool.analyse_many(positions) == first
-    with Stockfish(hash_mb=16) as bigger: assert [bigger.analyse(f) for f in positions[:20]] == first[:20]
+    with Stockfish(hash_mb=16) as bigger:
+        assert [bigger.analyse(f) for f in positions[:20]] == first[:20]
 
 
 @needs_stockfish
@@ -520,16 +686,20 @@ def test_answers_are_legal_distinct_and_sorted(positions):
 def test_mates_and_the_side_to_move():
     with Stockfish() as engine:
         assert engine.analyse('6k1/5ppp/8/8/8/8/8/R3K3 w Q - 0 1')[0] == ('a1a8', 999.99)
-        assert engine.analyse('r3k3/8/8/8/8/8/5PPP/6K1 b - - 0 1')[0] == ('a8a1', 999.99)         # Black's own good is positive
+        assert engine.analyse('r3k3/8/8/8/8/8/5PPP/6K1 b - - 0 1')[0] == (
+            'a8a1',
+            999.99,
+        )  # Black's own good is positive
         mated = engine.analyse('7k/8/5QK1/8/8/8/8/8 b - - 0 1')
-        assert mated == (('h8g8', -999.99),)                                                     # one legal move, mated in one
+        assert mated == (('h8g8', -999.99),)  # one legal move, mated in one
         assert len(engine.analyse('3Q4/1Q4Q1/4Q3/2Q4R/Q4Q2/3Q4/1Q4Rp/1K1BBNNk w - - 0 1')) == 5
 
 
 @needs_stockfish
 def test_few_nodes_still_give_five_moves(positions):
     with Stockfish(nodes=1) as engine:
-        for fen in positions[:20]: assert len(engine.analyse(fen)) == min(5, len(legal_moves(fen)))
+        for fen in positions[:20]:
+            assert len(engine.analyse(fen)) == min(5, len(legal_moves(fen)))
         assert engine.restarts == 0
 
 

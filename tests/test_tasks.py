@@ -1,4 +1,5 @@
 "The task formats: round trips, every way a line can be wrong, and parsers that survive anything."
+
 import math
 import random
 import re
@@ -12,8 +13,19 @@ from hypothesis import strategies as st
 
 from rookworld_nb import tasks
 from rookworld_nb.tasks import (
-    EnvAnswer, PolicyAnswer, TaskFormatError, env_prompt, format_env, format_policy, is_fen, is_uci, parse_env,
-    parse_policy, policy_prompt, split_line, task_of,
+    EnvAnswer,
+    PolicyAnswer,
+    TaskFormatError,
+    env_prompt,
+    format_env,
+    format_policy,
+    is_fen,
+    is_uci,
+    parse_env,
+    parse_policy,
+    policy_prompt,
+    split_line,
+    task_of,
 )
 
 START = chess.STARTING_FEN
@@ -31,7 +43,8 @@ def played_fens(n, seed=0):
     return found
 
 
-def fens(): return st.sampled_from(played_fens(500))
+def fens():
+    return st.sampled_from(played_fens(500))
 
 
 @st.composite
@@ -41,6 +54,7 @@ def candidates(draw):
 
 
 # --- round trips
+
 
 @given(fens(), candidates(), st.booleans())
 def test_policy_round_trip(fen, pair, padded):
@@ -58,7 +72,15 @@ def test_policy_round_trip(fen, pair, padded):
     assert all(re.fullmatch(r'-?\d+\.\d{1,2}', word) for word in line.split('E:')[1].split('B:')[0].split())
 
 
-@given(fens(), fens(), UCI, st.lists(UCI, max_size=9), st.sampled_from([1.0, 0.5, 0.001, -1.0]), st.booleans(), st.booleans())
+@given(
+    fens(),
+    fens(),
+    UCI,
+    st.lists(UCI, max_size=9),
+    st.sampled_from([1.0, 0.5, 0.001, -1.0]),
+    st.booleans(),
+    st.booleans(),
+)
 def test_env_round_trip(fen, new_fen, uci, before, reward, terminated, truncated):
     history = (*before, uci)
     line = format_env(fen, uci, history, new_fen, reward, terminated, truncated)
@@ -75,7 +97,7 @@ def test_env_round_trip(fen, new_fen, uci, before, reward, terminated, truncated
 def test_padded_fields_start_at_fixed_columns(fen, pair):
     line = format_policy(fen, *pair)
     assert line[:3] == 'P: ' and (line[93:96], line[126:129], line[169:172]) == ('M: ', 'E: ', 'B: ')
-    assert parse_policy(line) == parse_policy(' '.join(line.split()))   # the amount of white space means nothing
+    assert parse_policy(line) == parse_policy(' '.join(line.split()))  # the amount of white space means nothing
 
 
 def test_public_layout_literally():
@@ -88,59 +110,94 @@ def test_public_layout_literally():
 
 # --- formatting refuses what a line cannot hold
 
-@pytest.mark.parametrize('moves, evals, best, complaint', [
-    ([], [], None, '1-5 moves, not 0'),
-    (['e2e4'] * 6, [0.0] * 6, None, '1-5 moves, not 6'),
-    (['e2e4', 'd2d4'], [0.1], None, '1 evaluations for 2 moves'),
-    (['e2e4', 'd2d4'], [0.1, 0.2, 0.3], None, '3 evaluations for 2 moves'),
-    (['e2e4', 'E7E5'], [0.1, 0.2], None, "'E7E5' is not a UCI move"),
-    (['e2e4', 'Nf3'], [0.1, 0.2], None, "'Nf3'"),
-    (['e2e4', None], [0.1, 0.2], None, 'None'),
-    (['e2e4', 'e2e4'], [0.1, 0.2], None, 'distinct'),
-    (['e2e4', 'd2d4'], [0.1, math.nan], None, 'nan'),
-    (['e2e4', 'd2d4'], [0.1, math.inf], None, 'inf'),
-    (['e2e4', 'd2d4'], [0.1, 0.2], 'g1f3', "'g1f3' is not one of"),
-])
+
+@pytest.mark.parametrize(
+    'moves, evals, best, complaint',
+    [
+        ([], [], None, '1-5 moves, not 0'),
+        (['e2e4'] * 6, [0.0] * 6, None, '1-5 moves, not 6'),
+        (['e2e4', 'd2d4'], [0.1], None, '1 evaluations for 2 moves'),
+        (['e2e4', 'd2d4'], [0.1, 0.2, 0.3], None, '3 evaluations for 2 moves'),
+        (['e2e4', 'E7E5'], [0.1, 0.2], None, "'E7E5' is not a UCI move"),
+        (['e2e4', 'Nf3'], [0.1, 0.2], None, "'Nf3'"),
+        (['e2e4', None], [0.1, 0.2], None, 'None'),
+        (['e2e4', 'e2e4'], [0.1, 0.2], None, 'distinct'),
+        (['e2e4', 'd2d4'], [0.1, math.nan], None, 'nan'),
+        (['e2e4', 'd2d4'], [0.1, math.inf], None, 'inf'),
+        (['e2e4', 'd2d4'], [0.1, 0.2], 'g1f3', "'g1f3' is not one of"),
+    ],
+)
 def test_policy_refusals(moves, evals, best, complaint):
-    with pytest.raises(TaskFormatError, match=complaint): format_policy(START, moves, evals, best)
+    with pytest.raises(TaskFormatError, match=complaint):
+        format_policy(START, moves, evals, best)
 
 
-BAD_FENS = ['', 'x', START.split()[0], ' '.join(START.split()[:4]), START.replace('8/8', '8/7', 1), START.replace('8/8', '44/8', 1),
-            START + ' 1', START.replace(' w ', ' x '), START.replace('/8', '', 1), START.replace('KQkq', 'QKqk'), START + '\n', None]
+BAD_FENS = [
+    '',
+    'x',
+    START.split()[0],
+    ' '.join(START.split()[:4]),
+    START.replace('8/8', '8/7', 1),
+    START.replace('8/8', '44/8', 1),
+    START + ' 1',
+    START.replace(' w ', ' x '),
+    START.replace('/8', '', 1),
+    START.replace('KQkq', 'QKqk'),
+    START + '\n',
+    None,
+]
 
 
 @pytest.mark.parametrize('fen', BAD_FENS)
 def test_bad_fens_are_named(fen):
-    for call in (lambda: policy_prompt(fen), lambda: env_prompt(fen, 'e2e4'), lambda: format_policy(fen, ['e2e4'], [0.1]),
-                 lambda: format_env(START, 'e2e4', None, fen, 1.0, 0, 0)):
-        with pytest.raises(TaskFormatError) as caught: call()
+    for call in (
+        lambda: policy_prompt(fen),
+        lambda: env_prompt(fen, 'e2e4'),
+        lambda: format_policy(fen, ['e2e4'], [0.1]),
+        lambda: format_env(START, 'e2e4', None, fen, 1.0, 0, 0),
+    ):
+        with pytest.raises(TaskFormatError) as caught:
+            call()
         assert repr(fen) in str(caught.value)
 
 
-@pytest.mark.parametrize('change, complaint', [
-    (dict(uci=''), 'the move'), (dict(uci='e2 e4'), "'e2 e4'"), (dict(uci='e2+e4'), r"'e2\+e4'"), (dict(uci='e2,e4'), 'e2,e4'),
-    (dict(history=['e2e4', 'x\n']), 'history'), (dict(reward=math.nan), 'nan'), (dict(reward=math.inf), 'inf'),
-    (dict(terminated=2), 'terminated'), (dict(truncated='1'), 'truncated'), (dict(truncated=None), 'truncated'),
-])
+@pytest.mark.parametrize(
+    'change, complaint',
+    [
+        (dict(uci=''), 'the move'),
+        (dict(uci='e2 e4'), "'e2 e4'"),
+        (dict(uci='e2+e4'), r"'e2\+e4'"),
+        (dict(uci='e2,e4'), 'e2,e4'),
+        (dict(history=['e2e4', 'x\n']), 'history'),
+        (dict(reward=math.nan), 'nan'),
+        (dict(reward=math.inf), 'inf'),
+        (dict(terminated=2), 'terminated'),
+        (dict(truncated='1'), 'truncated'),
+        (dict(truncated=None), 'truncated'),
+    ],
+)
 def test_env_refusals(change, complaint):
     good = dict(fen=START, uci='e2e4', history=None, new_fen=START, reward=0.001, terminated=False, truncated=False)
     format_env(**good)
-    with pytest.raises(TaskFormatError, match=complaint): format_env(**{**good, **change})
+    with pytest.raises(TaskFormatError, match=complaint):
+        format_env(**{**good, **change})
 
 
 def test_best_label():
-    assert format_policy(START, ['e2e4', 'd2d4', 'c2c4'], [0.1, 0.3, 0.3]).endswith('B: d2d4')      # first of equals
+    assert format_policy(START, ['e2e4', 'd2d4', 'c2c4'], [0.1, 0.3, 0.3]).endswith('B: d2d4')  # first of equals
     assert format_policy(START, ['e2e4', 'd2d4'], [0.301, 0.302], padded=False).endswith('E: 0.3 0.3 B: d2d4')
-    assert format_policy(START, ['e2e4', 'd2d4'], [0.1, 0.3], best='e2e4').endswith('B: e2e4')      # a published label
-    assert format_policy(START, ['e2e4', 'd2d4'], [-999.79, -999.97]).endswith('B: e2e4')           # the later mate
-    assert format_policy(START, ['e2e4'], [-0.001], padded=False).endswith('E: 0.0 B: e2e4')        # never -0.0
+    assert format_policy(START, ['e2e4', 'd2d4'], [0.1, 0.3], best='e2e4').endswith('B: e2e4')  # a published label
+    assert format_policy(START, ['e2e4', 'd2d4'], [-999.79, -999.97]).endswith('B: e2e4')  # the later mate
+    assert format_policy(START, ['e2e4'], [-0.001], padded=False).endswith('E: 0.0 B: e2e4')  # never -0.0
 
 
 def test_at_most_ten_plies_are_shown():
     plies = [m for m, _ in zip((f'{a}{i}{b}{i + 1}' for i in (2, 4) for a in 'abcdefgh' for b in 'ab'), range(13))]
     prompt = env_prompt(START, plies[-1], plies)
     assert prompt.split('+')[2].split() == plies[-10:]
-    assert env_prompt(START, 'e2e4') == f'A: {START}+e2e4+e2e4+' and env_prompt(START, 'e2e4', ()) == f'A: {START}+e2e4++'
+    assert (
+        env_prompt(START, 'e2e4') == f'A: {START}+e2e4+e2e4+' and env_prompt(START, 'e2e4', ()) == f'A: {START}+e2e4++'
+    )
 
 
 # --- reading: each damage is noticed, the rest is still read
@@ -148,35 +205,38 @@ def test_at_most_ten_plies_are_shown():
 GOOD = 'M: e2e4 d2d4 g1f3 E: 0.3 0.2 -0.1 B: e2e4'
 
 
-@pytest.mark.parametrize('text, moves, evals, best, formed', [
-    (GOOD, 3, 3, 'e2e4', True),
-    ('   ' + GOOD.replace(' ', '    ') + '   ', 3, 3, 'e2e4', True),
-    (GOOD.replace(': ', ':'), 3, 3, 'e2e4', True),
-    ('\n' + GOOD, 3, 3, 'e2e4', True),
-    (GOOD + '<|endoftext|>P: more M: a1a2', 3, 3, 'e2e4', True),
-    (GOOD + '\nM: e2e4', 3, 3, 'e2e4', True),
-    (GOOD + ' d2d4', 3, 3, 'e2e4', False),                    # something after the answer, in its own line
-    (GOOD + ' M: a2a3', 3, 3, 'e2e4', False),                 # a second M: does not replace the first
-    ('so: ' + GOOD, 3, 3, 'e2e4', False),
-    (GOOD.replace('B: e2e4', ''), 3, 3, None, False),
-    (GOOD.replace('B: e2e4', 'B:'), 3, 3, None, False),
-    (GOOD.replace('B: e2e4', 'B: Nf3'), 3, 3, None, False),
-    (GOOD.replace('e2e4 d2d4', 'e2e4 d2d9'), 1, 3, 'e2e4', False),
-    (GOOD.replace('0.2', 'good'), 3, 1, 'e2e4', False),
-    (GOOD.replace('0.2', 'nan'), 3, 1, 'e2e4', False),
-    (GOOD.replace('0.2', '1e9'), 3, 1, 'e2e4', False),
-    (GOOD.replace('0.2', '9' * 400), 3, 1, 'e2e4', False),
-    (GOOD.replace('0.2', '\u0663.5'), 3, 1, 'e2e4', False),
-    (GOOD.replace(' E:', ' Nf3 E:'), 3, 3, 'e2e4', False),      # a surplus unreadable word: complete, but not clean
-    (GOOD.replace(' B:', ' ok B:'), 3, 3, 'e2e4', False),
-    (GOOD.replace(' -0.1', ''), 3, 2, 'e2e4', False),
-    (GOOD.replace('g1f3', ''), 2, 3, 'e2e4', False),
-    ('M: e2e4 E: 0.3 B: e2e4', 1, 1, 'e2e4', False),          # one move: only has_form(1)
-    ('M: a2a3 b2b3 c2c3 d2d3 e2e3 f2f3 E: 1 1 1 1 1 1 B: a2a3', 6, 6, 'a2a3', False),
-    ('E: 0.3 0.2 M: e2e4 d2d4 B: e2e4', 2, 2, 'e2e4', False),  # out of order
-    ('M: E: B:', 0, 0, None, False),
-    ('', 0, 0, None, False),
-])
+@pytest.mark.parametrize(
+    'text, moves, evals, best, formed',
+    [
+        (GOOD, 3, 3, 'e2e4', True),
+        ('   ' + GOOD.replace(' ', '    ') + '   ', 3, 3, 'e2e4', True),
+        (GOOD.replace(': ', ':'), 3, 3, 'e2e4', True),
+        ('\n' + GOOD, 3, 3, 'e2e4', True),
+        (GOOD + '<|endoftext|>P: more M: a1a2', 3, 3, 'e2e4', True),
+        (GOOD + '\nM: e2e4', 3, 3, 'e2e4', True),
+        (GOOD + ' d2d4', 3, 3, 'e2e4', False),  # something after the answer, in its own line
+        (GOOD + ' M: a2a3', 3, 3, 'e2e4', False),  # a second M: does not replace the first
+        ('so: ' + GOOD, 3, 3, 'e2e4', False),
+        (GOOD.replace('B: e2e4', ''), 3, 3, None, False),
+        (GOOD.replace('B: e2e4', 'B:'), 3, 3, None, False),
+        (GOOD.replace('B: e2e4', 'B: Nf3'), 3, 3, None, False),
+        (GOOD.replace('e2e4 d2d4', 'e2e4 d2d9'), 1, 3, 'e2e4', False),
+        (GOOD.replace('0.2', 'good'), 3, 1, 'e2e4', False),
+        (GOOD.replace('0.2', 'nan'), 3, 1, 'e2e4', False),
+        (GOOD.replace('0.2', '1e9'), 3, 1, 'e2e4', False),
+        (GOOD.replace('0.2', '9' * 400), 3, 1, 'e2e4', False),
+        (GOOD.replace('0.2', '\u0663.5'), 3, 1, 'e2e4', False),
+        (GOOD.replace(' E:', ' Nf3 E:'), 3, 3, 'e2e4', False),  # a surplus unreadable word: complete, but not clean
+        (GOOD.replace(' B:', ' ok B:'), 3, 3, 'e2e4', False),
+        (GOOD.replace(' -0.1', ''), 3, 2, 'e2e4', False),
+        (GOOD.replace('g1f3', ''), 2, 3, 'e2e4', False),
+        ('M: e2e4 E: 0.3 B: e2e4', 1, 1, 'e2e4', False),  # one move: only has_form(1)
+        ('M: a2a3 b2b3 c2c3 d2d3 e2e3 f2f3 E: 1 1 1 1 1 1 B: a2a3', 6, 6, 'a2a3', False),
+        ('E: 0.3 0.2 M: e2e4 d2d4 B: e2e4', 2, 2, 'e2e4', False),  # out of order
+        ('M: E: B:', 0, 0, None, False),
+        ('', 0, 0, None, False),
+    ],
+)
 def test_policy_damage(text, moves, evals, best, formed):
     read = parse_policy(text)
     assert (len(read.moves), len(read.evals), read.best, read.well_formed) == (moves, evals, best, formed)
@@ -199,15 +259,32 @@ def test_a_completion_that_repeats_the_prompt_is_malformed_behind_its_prompt():
 ENV = f'{START}+0.001+0+0'
 
 
-@pytest.mark.parametrize('text, unread', [
-    (ENV, ()), (f'  {ENV}  ', ()), (ENV.replace('+', ' + '), ()), (ENV + '<|endoftext|>A: x', ()), (ENV + '\nmore', ()),
-    (ENV.replace('0.001', '1'), ()), (ENV.replace('0.001', '-1.0'), ()),
-    (ENV.replace('0.001', 'win'), ('reward',)), (ENV.replace('0.001', 'inf'), ('reward',)), (ENV.replace('0.001', '1_0'), ('reward',)),
-    (ENV.replace('+0+0', '+2+0'), ('terminated',)), (ENV[:-1] + 'x', ('truncated',)), (ENV + ' 0', ('truncated',)),
-    (ENV[:-2], ('truncated',)), (START, ('reward', 'terminated', 'truncated')), ('', ('new_fen', 'reward', 'terminated', 'truncated')),
-    (ENV.replace('8/8', '8/7', 1), ('new_fen',)), (ENV.replace('8/8', '8', 1), ('new_fen',)), (ENV.replace('8/8', '9/8', 1), ('new_fen',)),
-    (ENV.replace('rnbq', 'rnxq'), ('new_fen',)), (ENV.replace('8/8', '53/8', 1), ('new_fen',)),
-])
+@pytest.mark.parametrize(
+    'text, unread',
+    [
+        (ENV, ()),
+        (f'  {ENV}  ', ()),
+        (ENV.replace('+', ' + '), ()),
+        (ENV + '<|endoftext|>A: x', ()),
+        (ENV + '\nmore', ()),
+        (ENV.replace('0.001', '1'), ()),
+        (ENV.replace('0.001', '-1.0'), ()),
+        (ENV.replace('0.001', 'win'), ('reward',)),
+        (ENV.replace('0.001', 'inf'), ('reward',)),
+        (ENV.replace('0.001', '1_0'), ('reward',)),
+        (ENV.replace('+0+0', '+2+0'), ('terminated',)),
+        (ENV[:-1] + 'x', ('truncated',)),
+        (ENV + ' 0', ('truncated',)),
+        (ENV[:-2], ('truncated',)),
+        (START, ('reward', 'terminated', 'truncated')),
+        ('', ('new_fen', 'reward', 'terminated', 'truncated')),
+        (ENV.replace('8/8', '8/7', 1), ('new_fen',)),
+        (ENV.replace('8/8', '8', 1), ('new_fen',)),
+        (ENV.replace('8/8', '9/8', 1), ('new_fen',)),
+        (ENV.replace('rnbq', 'rnxq'), ('new_fen',)),
+        (ENV.replace('8/8', '53/8', 1), ('new_fen',)),
+    ],
+)
 def test_env_damage(text, unread):
     read = parse_env(text)
     names = ('new_fen', 'reward', 'terminated', 'truncated')
@@ -217,7 +294,8 @@ def test_env_damage(text, unread):
 
 
 def test_surplus_env_fields():
-    for surplus in ('+0', '+0+0', '+a+b+c'): assert not parse_env(ENV + surplus).well_formed
+    for surplus in ('+0', '+0+0', '+a+b+c'):
+        assert not parse_env(ENV + surplus).well_formed
     assert not parse_env(f'A: {START}+e2e4+e2e4+{ENV}+0').well_formed
     assert parse_env(f'A: {START}+e2e4+e2e4+{ENV}+0').new_fen == START
     assert not parse_env(f'A: {START}++e2e4+{ENV}').well_formed
@@ -233,8 +311,38 @@ def test_history_is_read_with_spaces_or_commas():
 
 # --- any string at all
 
-PIECES = st.sampled_from(['P:', 'M:', 'E:', 'B:', 'A:', '+', ' ', '\n', ',', '-', '.', 'e2e4', 'e7e8q', '0.3', '-1.0', '0', '1', START,
-                          '<|endoftext|>', '\x00', '\ud800', '\u2028', '\u0661', '9' * 500, 'nan', '1e400', '/' * 7, '8/' * 7 + '8'])
+PIECES = st.sampled_from(
+    [
+        'P:',
+        'M:',
+        'E:',
+        'B:',
+        'A:',
+        '+',
+        ' ',
+        '\n',
+        ',',
+        '-',
+        '.',
+        'e2e4',
+        'e7e8q',
+        '0.3',
+        '-1.0',
+        '0',
+        '1',
+        START,
+        '<|endoftext|>',
+        '\x00',
+        '\ud800',
+        '\u2028',
+        '\u0661',
+        '9' * 500,
+        'nan',
+        '1e400',
+        '/' * 7,
+        '8/' * 7 + '8',
+    ]
+)
 
 
 @given(st.text() | st.lists(PIECES | st.text(max_size=3), max_size=30).map(''.join))
@@ -250,24 +358,36 @@ def test_parsers_survive_anything(text):
     assert env.new_fen is None or is_fen(env.new_fen)
     assert env.reward is None or math.isfinite(env.reward)
     assert env.terminated in (None, True, False) and env.truncated in (None, True, False)
-    if policy.well_formed: assert 2 <= len(policy.moves) == len(policy.evals) <= 5
-    try: prompt, completion = split_line(text)
-    except TaskFormatError: return
+    if policy.well_formed:
+        assert 2 <= len(policy.moves) == len(policy.evals) <= 5
+    try:
+        prompt, completion = split_line(text)
+    except TaskFormatError:
+        return
     assert parse_policy(prompt + completion).has_form() or parse_env(prompt + completion).well_formed
     assert task_of(prompt) in 'PA'
 
 
 @given(st.binary(max_size=200))
 def test_parsers_survive_decoded_bytes(data):
-    for codec in ('latin-1', 'utf-16-le'): parse_policy(data.decode(codec, 'replace')), parse_env(data.decode(codec, 'replace'))
+    for codec in ('latin-1', 'utf-16-le'):
+        parse_policy(data.decode(codec, 'replace')), parse_env(data.decode(codec, 'replace'))
 
 
 def test_reading_time_grows_gently():
-    for text in ('M: ' + 'e2e4 ' * 50_000, '+' * 100_000, 'P:M:' * 50_000, '8/' * 100_000, ' ' * 200_000 + 'x', '1' * 200_000):
-        parse_policy(text), parse_env(text)   # seconds here would mean a quadratic pattern
+    for text in (
+        'M: ' + 'e2e4 ' * 50_000,
+        '+' * 100_000,
+        'P:M:' * 50_000,
+        '8/' * 100_000,
+        ' ' * 200_000 + 'x',
+        '1' * 200_000,
+    ):
+        parse_policy(text), parse_env(text)  # seconds here would mean a quadratic pattern
 
 
 # --- boards by shape agree with python-chess
+
 
 @given(fens())
 def test_is_fen_accepts_what_python_chess_writes(fen):
@@ -280,36 +400,61 @@ def test_is_fen_accepts_what_python_chess_writes(fen):
 @example('8/8/8/8/8/8/8/7')
 @example('8/8/8/8/8/8/8/p7p')
 def test_board_shape_agrees_with_python_chess(board_fen):
-    try: chess.Board(None).set_board_fen(board_fen)
-    except ValueError: expected = False
-    else: expected = ' ' not in board_fen
-    if ' ' not in board_fen: assert is_fen(board_fen) == expected
+    try:
+        chess.Board(None).set_board_fen(board_fen)
+    except ValueError:
+        expected = False
+    else:
+        expected = ' ' not in board_fen
+    if ' ' not in board_fen:
+        assert is_fen(board_fen) == expected
 
 
 # --- which task, and cutting lines
 
+
 def test_task_of():
     assert task_of('P: x') == task_of('  P: x') == 'P' and task_of('A: x') == task_of(f'{START}+e2e4+e2e4+') == 'A'
     for text in ('', 'hello', START, 'B: e2e4', 'e2+e4'):
-        with pytest.raises(TaskFormatError, match='starts with'): task_of(text)
+        with pytest.raises(TaskFormatError, match='starts with'):
+            task_of(text)
 
 
-@pytest.mark.parametrize('line', ['', 'nonsense', f'P: {START}', f'P: {START} M: e2e4 E: 0.1 0.2 B: e2e4', f'A: {START}+e2e4+e2e4+{START}+0.001+0',
-                                  f'{START}+e2e4+e2e4+{START}+0.001+0+x', f'P: {START[5:]} M: e2e4 E: 0.1 B: e2e4', 'P: M: e2e4 E: 0.1 B: e2e4',
-                                  f'P: {START} x M: e2e4 E: 0.1 B: e2e4'])
+@pytest.mark.parametrize(
+    'line',
+    [
+        '',
+        'nonsense',
+        f'P: {START}',
+        f'P: {START} M: e2e4 E: 0.1 0.2 B: e2e4',
+        f'A: {START}+e2e4+e2e4+{START}+0.001+0',
+        f'{START}+e2e4+e2e4+{START}+0.001+0+x',
+        f'P: {START[5:]} M: e2e4 E: 0.1 B: e2e4',
+        'P: M: e2e4 E: 0.1 B: e2e4',
+        f'P: {START} x M: e2e4 E: 0.1 B: e2e4',
+    ],
+)
 def test_incomplete_lines_are_named(line):
-    with pytest.raises(TaskFormatError) as caught: split_line(line)
+    with pytest.raises(TaskFormatError) as caught:
+        split_line(line)
     assert line[:60] in str(caught.value)
 
 
 def test_answers_are_read_up_to_the_end_token_of_the_tokenizer():
     weights = pytest.importorskip('rookworld_nb.weights')
-    assert parse_policy(GOOD + weights.END_TOKEN + 'x').well_formed and parse_env(ENV + weights.END_TOKEN + 'x').well_formed
+    assert (
+        parse_policy(GOOD + weights.END_TOKEN + 'x').well_formed
+        and parse_env(ENV + weights.END_TOKEN + 'x').well_formed
+    )
 
 
 def test_tasks_needs_the_standard_library_only():
-    code = "import sys, rookworld_nb.tasks; print([m for m in ('torch', 'numpy', 'chess', 'pandas') if m in sys.modules])"
-    assert subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=True).stdout.strip() == '[]'
+    code = (
+        "import sys, rookworld_nb.tasks; print([m for m in ('torch', 'numpy', 'chess', 'pandas') if m in sys.modules])"
+    )
+    assert (
+        subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=True).stdout.strip() == '[]'
+    )
 
 
 def test_constants():
