@@ -5,11 +5,11 @@
 # %% auto #0
 __all__ = ['Range', 'TOLERANCE', 'ANY', 'REWARD_METRICS', 'COMPLETION_METRICS', 'POLICY_METRICS', 'RUN_METRICS', 'METRICS',
            'COLOURS', 'INK', 'MUTED', 'FAINT', 'BLUE', 'ORANGE', 'BAND', 'LIGHT_COLOURS', 'STYLE', 'PANELS', 'logger',
-           'TABLE_COLUMNS', 'MetricError', 'Metric', 'registry', 'metric_for', 'range_text', 'Light', 'light_of',
-           'lights', 'overall', 'simulated_run', 'Picture', 'Panel', 'column', 'smooth', 'view_limits', 'dress',
-           'Chart', 'Curves', 'plot_curves', 'values_of', 'console_line', 'health_report', 'plain', 'write_atomic',
-           'write_json', 'metric_rows', 'read_metrics', 'read_completions', 'mend_tail', 'metrics_line',
-           'write_completions', 'LineFile', 'RunWriter', 'save_reward_curve']
+           'TABLE_COLUMNS', 'Rows', 'MetricError', 'Metric', 'registry', 'metric_for', 'range_text', 'Light',
+           'light_of', 'lights', 'overall', 'simulated_run', 'Picture', 'Panel', 'column', 'smooth', 'view_limits',
+           'dress', 'Chart', 'Curves', 'plot_curves', 'values_of', 'console_line', 'health_report', 'plain',
+           'write_atomic', 'write_json', 'metric_rows', 'read_metrics', 'read_completions', 'mend_tail', 'metrics_line',
+           'append', 'RunFolder', 'RunWriter', 'save_reward_curve']
 
 # %% ../nbs/12_monitor.ipynb #c87cb6a9
 import csv
@@ -26,10 +26,12 @@ from functools import lru_cache
 from io import BytesIO
 from numbers import Real
 from pathlib import Path
+from typing import TextIO
 
 import numpy as np
 import pandas as pd
 from matplotlib import rc_context
+from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
@@ -143,7 +145,7 @@ def registry(
     return dict(zip(names, metrics))
 
 
-METRICS = registry(REWARD_METRICS, COMPLETION_METRICS, POLICY_METRICS, RUN_METRICS)
+METRICS = registry(POLICY_METRICS, REWARD_METRICS, COMPLETION_METRICS, RUN_METRICS)
 
 # %% ../nbs/12_monitor.ipynb #f7fd296e
 @lru_cache(maxsize=1024)
@@ -204,10 +206,12 @@ def light_of(
 # %% ../nbs/12_monitor.ipynb #d503671b
 def lights(
     metrics:Mapping[str,float], # one row of the log
-)->list[Light]:                 # one per judged metric, the gravest first
+)->list[Light]:                 # one per judged metric: the gravest first, then in the registry's order
     """Judge every number of a row that has a range, or that is no number at all."""
     found = [light for name, value in metrics.items() if (light := light_of(name, float(value)))]
-    return sorted(found, key=lambda light: -COLOURS.index(light.colour))
+    order = {name: place for place, name in enumerate(METRICS)}
+    place = lambda light: order[known.name] if (known := metric_for(light.metric)) else len(order)
+    return sorted(found, key=lambda light: (-COLOURS.index(light.colour), place(light)))
 
 
 def overall(
@@ -266,13 +270,22 @@ STYLE = {'font.size': 8.5, 'text.color': INK, 'axes.labelcolor': MUTED, 'axes.ed
 
 class Picture(Figure):
     """A figure without pyplot that shows itself in a notebook as a PNG."""
-    def __init__(self, *args, **kwargs) -> None:
-        with rc_context(STYLE): super().__init__(*args, **kwargs)
+    def __init__(
+        self,
+        width:float,  # inches
+        height:float, # inches
+    ) -> None:
+        with rc_context(STYLE): super().__init__(figsize=(width, height))
         FigureCanvasAgg(self)
 
-    def subplots(self, *args, **kwargs):
-        """As `Figure.subplots`, in our style."""
-        with rc_context(STYLE): return super().subplots(*args, **kwargs)
+    def grid(
+        self,
+        rows:int,           # rows of charts
+        columns:int,        # charts beside each other
+        sharey:bool=False,  # True: one vertical scale
+    ) -> list[Axes]:        # in reading order
+        """Add charts in our style, one beside the other."""
+        with rc_context(STYLE): return list(self.subplots(rows, columns, squeeze=False, sharey=sharey).flat)
 
     def _repr_png_(self) -> bytes:
         """The picture as PNG bytes in 256 colours: a third of the usual size, and no difference to the eye."""
@@ -333,7 +346,7 @@ def view_limits(
 
 # %% ../nbs/12_monitor.ipynb #9c928cbd
 def dress(
-    axes,                   # matplotlib Axes, still empty
+    axes:Axes,              # still empty
     panel:Panel,            # what will be drawn on it
     target:float|None=None, # a level to mark with a dashed line, in the panel's unit
 )->None:
@@ -357,7 +370,7 @@ class Chart:
     """A panel on its axes: built once, then updated by moving its points."""
     def __init__(
         self,
-        axes,                   # matplotlib Axes to draw on
+        axes:Axes,              # to draw on
         panel:Panel,            # what to draw
         target:float|None=None, # a level to keep in view and mark, in the panel's unit
     ) -> None:
@@ -385,7 +398,7 @@ class Chart:
         self.last.set_data((step[-1:], smooth(drawn[0])[-1:]) if light else ([], []))
         if light: self.last.set_color(LIGHT_COLOURS[light.colour])
         self.axes.set_ylim(*view_limits(drawn + edges + self.fixed, self.panel.view))
-        if len(step): self.axes.set_xlim(step[0], max(step[-1], step[0] + 1))
+        self.axes.set_xlim(*((step[0], max(step[-1], step[0] + 1)) if len(step) else (0, 1)))
 
 # %% ../nbs/12_monitor.ipynb #94adeb30
 class Curves:
@@ -399,8 +412,8 @@ class Curves:
     ) -> None:
         rows, columns = math.ceil(len(panels)/columns), min(columns, len(panels))
         width, height = size[0]*columns, size[1]*rows + .25
-        self.figure = Picture(figsize=(width, height))
-        axes = list(self.figure.subplots(rows, columns, squeeze=False).flat)
+        self.figure = Picture(width, height)
+        axes = self.figure.grid(rows, columns)
         self.figure.subplots_adjust(left=.45/width, right=1 - .15/width, bottom=.42/height, top=1 - .32/height,
                                     wspace=.18, hspace=.3)
         self.charts = [Chart(ax, panel, kl_target if panel.judged == 'kl' else None) for ax, panel in zip(axes, panels)]
@@ -532,6 +545,7 @@ def read_metrics(
 
 # %% ../nbs/12_monitor.ipynb #bfb459ea
 TABLE_COLUMNS = ('prompt', 'completion', 'task', 'reward', 'advantage')
+Rows = pd.DataFrame|Sequence[Mapping[str,object]] # a table of completions: a frame or a list of rows
 
 
 def read_completions(
@@ -570,43 +584,47 @@ def metrics_line(
         raise MetricError(f'metrics are numbers, but got {wrong}')
     return json.dumps(plain(row), allow_nan=False) + '\n'
 
+
+def append(
+    file:TextIO, # open for appending
+    text:str,    # whole lines, the last line feed included
+)->None:
+    """Add lines to a file and hand them to the system at once."""
+    file.write(text)
+    file.flush()
+
 # %% ../nbs/12_monitor.ipynb #63ff3a0e
-def write_completions(
-    folder:Path,                                     # a run folder with completions/ in it
-    step:int,                                        # the optimiser step they were sampled for
-    rows:pd.DataFrame|Sequence[Mapping[str,object]], # one a completion, with at least TABLE_COLUMNS
-)->Path:                                             # the file written
-    """Write the completions of one step as a CSV table, atomically."""
-    table = pd.DataFrame(rows)
-    if missing := [name for name in TABLE_COLUMNS if name not in table]:
-        raise MetricError(f'no {", ".join(missing)} in the completions of step {step}; there are {list(table.columns)}')
-    text = table.to_csv(index=False, lineterminator='\n', quoting=csv.QUOTE_NONNUMERIC)
-    return write_atomic(folder/'completions'/f'step-{int(step):06d}.csv', text)
-
-
-class LineFile:
-    """A text file that only grows, a line at a time, each handed to the system at once."""
+class RunFolder:
+    """A run's folder and the files in it that are written whole."""
     def __init__(
         self,
-        path:Path, # made if absent
+        folder:str|Path, # made if absent
     ) -> None:
-        self._file = open(path, 'a', encoding='utf-8', newline='')
+        self.folder = Path(folder)
+        (self.folder/'completions').mkdir(parents=True, exist_ok=True)
 
-    def write(
+    def table(
         self,
-        text:str, # whole lines, the last line feed included
-    ) -> None:
-        """Append and flush."""
-        self._file.write(text)
-        self._file.flush()
+        step:int,  # the optimiser step the completions were sampled for
+        rows:Rows, # one a completion, with at least TABLE_COLUMNS
+    ) -> Path:     # the file written
+        """Write the completions of one step as a CSV table."""
+        table = pd.DataFrame(rows)
+        if missing := [name for name in TABLE_COLUMNS if name not in table]:
+            raise MetricError(f'no {", ".join(missing)} in the completions of step {step}, only {list(table.columns)}')
+        text = table.to_csv(index=False, lineterminator='\n', quoting=csv.QUOTE_NONNUMERIC)
+        return write_atomic(self.folder/'completions'/f'step-{int(step):06d}.csv', text)
 
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+    def summary(
+        self,
+        values:object, # a mapping or dataclass
+    ) -> Path:         # the file written
+        """Write summary.json."""
+        return write_json(self.folder/'summary.json', values)
 
 # %% ../nbs/12_monitor.ipynb #ffdc3b84
-class RunWriter:
-    """The run folder: config.json, metrics.jsonl, train.log, completions/ and summary.json."""
+class RunWriter(RunFolder):
+    """The run folder with its growing files too: config.json, metrics.jsonl, train.log, completions/, summary.json."""
     def __init__(
         self,
         folder:str|Path,     # made if absent; an earlier run's is continued
@@ -614,38 +632,32 @@ class RunWriter:
         prompts:int=10,      # prompts in a batch, for the console's P/E
         report_every:int=10, # steps between health reports; 0 for none
     ) -> None:
-        self.folder, self.prompts, self.report_every = Path(folder), prompts, report_every
-        (self.folder/'completions').mkdir(parents=True, exist_ok=True)
+        super().__init__(folder)
+        self.prompts, self.report_every, path = prompts, report_every, self.folder/'metrics.jsonl'
         if config is not None: write_json(self.folder/'config.json', config)
-        path = self.folder/'metrics.jsonl'
         mend_tail(path)
         self.rewards = {row['step']: row['reward'] for row in metric_rows(path) if row.get('reward') is not None}
-        self._metrics, self._log = LineFile(path), LineFile(self.folder/'train.log')
+        files = (path, self.folder/'train.log')
+        self._metrics, self._log = (open(file, 'a', encoding='utf-8', newline='') for file in files)
 
-    def log(self, metrics:Mapping[str,float]) -> str:
-        """Append one optimiser step ('time' is added if absent); give back the console's line and any report."""
+    def log(
+        self,
+        metrics:Mapping[str,float], # one row with 'step'; 'time' (Unix, s) is added if absent
+    ) -> str:                       # what the console shows: the step's line, and a report when one is due
+        """Append one optimiser step to metrics.jsonl and its console lines to train.log."""
         row = {'step': values_of(metrics, 'step')[0], 'time': time.time()} | dict(metrics)
-        step, reward = values_of(row, 'step', 'reward')
+        (step, reward), line = values_of(row, 'step', 'reward'), metrics_line(row)
         self.rewards = {s: r for s, r in self.rewards.items() if s < step}
         if math.isfinite(reward): self.rewards[step] = reward
         text = console_line(row, max(self.rewards.values(), default=reward), self.prompts)
         if self.report_every and step % self.report_every == 0: text += '\n' + health_report(row)
-        self._metrics.write(metrics_line(row))
-        self._log.write(text + '\n')
+        append(self._metrics, line)
+        append(self._log, text + '\n')
         return text
-
-    def table(self, step:int, rows:pd.DataFrame|Sequence[Mapping[str,object]]) -> Path:
-        """Write the completions sampled for a step: see `write_completions`."""
-        return write_completions(self.folder, step, rows)
-
-    def summary(self, values:object) -> Path:
-        """Write summary.json, whole or not at all."""
-        return write_json(self.folder/'summary.json', values)
 
     def close(self) -> None:
         """Close the files; the folder can be opened again later."""
-        self._metrics.close()
-        self._log.close()
+        for file in (self._metrics, self._log): file.close()
 
     def __enter__(self) -> 'RunWriter': return self
     def __exit__(self, *failure) -> None: self.close()

@@ -1,0 +1,152 @@
+"""The dashboard in a real JupyterLab with a real Chromium: curves appear, Stop ends the loop, nothing fails in the page."""
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.browser
+sync_api = pytest.importorskip('playwright.sync_api', reason='playwright is not installed')
+pytest.importorskip('jupyterlab', reason='jupyterlab is not installed')
+CHROMIUM = shutil.which('chromium') or shutil.which('chromium-browser') or shutil.which('google-chrome')
+if CHROMIUM is None: pytest.skip('no Chromium on the PATH', allow_module_level=True)
+
+CELLS = ["""
+import asyncio
+import time
+from IPython.display import display
+from rookworld_nb.dashboard import Dashboard
+from rookworld_nb.monitor import simulated_run
+
+rows = [dict(prompt='P: 8/8/8/8/8/8/8/K6k w - - 0 1', completion='M: a1a2 <img src=x onerror="window.hacked = 1"> B: a1a2',
+             task='P', format=1., best=.5, reward=.6, advantage=.4),
+        dict(prompt='A: 8/8/8/8/8/8/8/K6k w - - 0 1+a1a2+a1a2+', completion='8/8/8/8/8/8/K7/7k b - - 1 1+0.001+0+0',
+             task='A', format=1., fen=1., reward=1., advantage=-.4)]
+""", """
+dash = Dashboard(total_steps=100_000, kl_target=.05)
+clicks = []
+dash.stop.on_click(lambda _: clicks.append(dash.progress.step))
+display(dash)
+for metrics in simulated_run(100_000, collapse_at=20):
+    time.sleep(.1)
+    dash.update(metrics, rows)
+    await asyncio.sleep(.02)
+    if dash.stopped: break
+print(f'clicked at {clicks}, ended at {dash.progress.step}')
+dash.figure
+"""]
+
+
+def write_notebook(path: Path) -> None:
+    """A small notebook with the cells above."""
+    cells = [dict(cell_type='code', id=f'cell-{i}', metadata={}, source=source.strip(), outputs=[], execution_count=None)
+             for i, source in enumerate(CELLS)]
+    kernel = dict(name='python3', display_name='python3', language='python')
+    path.write_text(json.dumps(dict(cells=cells, metadata=dict(kernelspec=kernel), nbformat=4, nbformat_minor=5)))
+
+
+def lab_command(port: int, root: Path) -> list[str]:
+    """JupyterLab without a browser window or update checks, its application object exposed to the page."""
+    return [sys.executable, '-m', 'jupyterlab', '--no-browser', '--allow-root', '--ip=127.0.0.1', f'--port={port}',
+            '--ServerApp.port_retries=0', '--IdentityProvider.token=t', f'--ServerApp.root_dir={root}',
+            '--LabApp.expose_app_in_browser=True', '--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate']
+
+
+def wait_for_server(url: str, server: subprocess.Popen, log: Path, seconds: float = 90) -> None:
+    """Until the server answers; its log if it does not."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end and server.poll() is None:
+        try:
+            urllib.request.urlopen(f'{url}/api/status?token=t', timeout=5).close()
+            return
+        except OSError: time.sleep(.25)
+    pytest.fail(f'JupyterLab did not answer:\n{log.read_text()[-3000:]}')
+
+
+@pytest.fixture
+def lab(tmp_path):
+    """The address of a JupyterLab of our own on a folder with the notebook; nobody's settings, nobody's workspace."""
+    settings = tmp_path/'settings'/'@jupyterlab'
+    for name, text in {'notebook-extension/tracker': '{"windowingMode": "none"}',  # all outputs stay in the page
+                       'apputils-extension/notification': '{"fetchNews": "false", "checkForUpdates": false}'}.items():
+        path = settings/f'{name}.jupyterlab-settings'
+        path.parent.mkdir(parents=True)
+        path.write_text(text)
+    (tmp_path/'root').mkdir()
+    write_notebook(tmp_path/'root'/'run.ipynb')
+    folders = {'CONFIG_DIR': 'config', 'DATA_DIR': 'data', 'RUNTIME_DIR': 'runtime'}
+    env = dict(os.environ, JUPYTERLAB_SETTINGS_DIR=str(tmp_path/'settings'), JUPYTERLAB_WORKSPACES_DIR=str(tmp_path/'workspaces'),
+               **{f'JUPYTER_{name}': str(tmp_path/folder) for name, folder in folders.items()})
+    with socket.socket() as probe:
+        probe.bind(('127.0.0.1', 0))
+        port = probe.getsockname()[1]
+    with open(tmp_path/'lab.log', 'w') as log:
+        server = subprocess.Popen(lab_command(port, tmp_path/'root'), env=env, stdout=log, stderr=log)
+    try:
+        wait_for_server(url := f'http://127.0.0.1:{port}', server, tmp_path/'lab.log')
+        yield url
+    finally:
+        server.terminate()
+        server.wait(30)
+
+
+@pytest.fixture
+def page():
+    """A page that remembers the errors raised in it."""
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(
+            executable_path=CHROMIUM, args=['--no-sandbox', '--disable-gpu', '--disable-dev-shm-usage'])
+        page = browser.new_page(viewport=dict(width=1280, height=1150))
+        page.set_default_timeout(120_000)
+        page.errors = []
+        page.on('pageerror', lambda error: page.errors.append(str(error)))
+        yield page
+        browser.close()
+
+
+def status(page) -> str:
+    """The dashboard's line of status."""
+    return page.locator('.rw-status').inner_text()
+
+
+def wait_for_status(page, pattern: str) -> str:
+    """Until the status matches; then the status."""
+    page.wait_for_function('pattern => new RegExp(pattern).test(document.querySelector(".rw-status")?.innerText)', arg=pattern)
+    return status(page)
+
+
+def test_live_run_is_stopped_by_a_click(page, lab, tmp_path):
+    page.goto(f'{lab}/lab/tree/run.ipynb?token=t&reset')
+    kernel = 'window.jupyterapp?.shell?.currentWidget?.sessionContext?.session?.kernel?.status'
+    page.wait_for_function(f"() => {kernel} === 'idle'")
+    page.evaluate("() => { window.jupyterapp.commands.execute('notebook:run-all-cells') }")
+
+    wait_for_status(page, r'^Step (\d{2,}|[6-9]) of 100000')
+    curves = page.locator('.rw-curves')
+    assert curves.evaluate('image => image.naturalWidth') > 600
+    first = curves.get_attribute('src')
+    page.wait_for_function('old => document.querySelector(".rw-curves").src !== old', arg=first)  # it is redrawn
+    wait_for_status(page, r'^Step ([3-9]\d|\d{3,}) of')
+    assert page.locator('.rw-light').inner_text().split()[0] in ('green', 'yellow', 'red')
+    assert page.locator('.rw-samples tbody tr').count() == 2
+    assert '<img src=x' in page.locator('.rw-completion').last.inner_text()  # text, not an image
+    assert page.evaluate('window.hacked') is None
+    page.screenshot(path=tmp_path/'running.png')
+
+    page.locator('.rw-stop').click()
+    wait_for_status(page, r'^Stopped after step \d+ of 100000')
+    said = r'clicked at \[(\d+)\], ended at (\d+)'
+    page.wait_for_function('said => new RegExp(said).test(document.body.innerText)', arg=said)
+    clicked, ended = map(int, re.search(said, page.inner_text('body')).groups())
+    assert 0 <= ended - clicked <= 2
+    assert page.locator('.rw-stop').is_disabled()
+    page.wait_for_function("() => document.querySelectorAll('.jp-OutputArea-output img[src^=\"data:image/png\"]').length > 0")
+    page.screenshot(path=tmp_path/'stopped.png')
+    assert page.errors == []

@@ -1,0 +1,289 @@
+"""The dashboard without a browser: what it says, when it draws, what Stop does, and that model text stays text."""
+import asyncio
+import html
+import math
+import re
+
+import pandas as pd
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip('ipywidgets', reason='ipywidgets is not installed')
+from rookworld_nb import dashboard  # noqa: E402
+from rookworld_nb.dashboard import Dashboard, History, Progress, Throttle, duration, pick_rows, samples_html  # noqa: E402
+from rookworld_nb.monitor import LIGHT_COLOURS, MUTED, simulated_run  # noqa: E402
+
+CALM = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])  # a busy machine is no failure
+ROWS = [dict(prompt='P: fen', completion='M: e2e4', task='P', format=1., best=.5, raw=.7, reward=.8, advantage=.4, tokens=9),
+        dict(prompt='A: fen+e2e4+e2e4+', completion='', task='A', format=0., fen=.2, raw=.1, reward=-.3, advantage=-.4, tokens=2)]
+
+
+class Clock:
+    """Time that passes when it is told to."""
+    def __init__(self) -> None: self.now = 100.
+    def __call__(self) -> float: return self.now
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def pictures(monkeypatch, clock):
+    """Moments at which the dashboard drew; each picture takes 0.02 s of the clock."""
+    drawn = []
+
+    def draw(dash):
+        drawn.append(clock.now)
+        clock.now += .02
+    monkeypatch.setattr(Dashboard, '_draw', draw)
+    return drawn
+
+
+# ---- when to draw
+
+@pytest.mark.parametrize('cost, pause', [(.01, .5), (.05, .5), (.2, 2.), (3., 30.)])
+def test_throttle_waits_ten_times_the_cost_but_half_a_second_at_least(clock, cost, pause):
+    def costly(): clock.now += cost
+    throttle = Throttle(.5, clock=clock)
+    assert throttle.run(costly)
+    end = clock.now
+    clock.now = end + pause - 1e-6
+    assert not throttle.run(costly) and throttle.run(costly, force=True)
+    clock.now += pause + 1e-6
+    assert throttle.run(costly)
+
+
+def test_an_action_that_fails_is_not_hidden():
+    def broken(): raise RuntimeError('no fonts')
+    with pytest.raises(RuntimeError, match='no fonts'): Throttle(.5).run(broken)
+
+
+def test_pictures_come_no_oftener_than_allowed(pictures, clock):
+    dash = Dashboard(total_steps=1000, clock=clock)
+    for row in simulated_run(300):
+        clock.now += .01
+        dash.update(row)
+    gaps = [later - earlier for earlier, later in zip(pictures[1:], pictures[2:])]
+    assert 4 <= len(pictures) <= 8 and min(gaps) >= .5 + .02 - 1e-9
+
+
+def test_first_row_is_drawn_at_once_and_the_last_in_any_case(pictures, clock):
+    dash = Dashboard(total_steps=3, clock=clock)
+    assert len(pictures) == 1  # empty charts
+    run = list(simulated_run(3))
+    dash.update(run[0])
+    assert len(pictures) == 2
+    dash.update(run[1])
+    assert len(pictures) == 2  # too soon
+    dash.update(run[2])
+    assert len(pictures) == 3  # done
+
+
+def test_words_are_refreshed_ten_times_a_second(pictures, clock):
+    dash = Dashboard(total_steps=1000, clock=clock)
+    said = []
+    dash.status.observe(said.append, 'value')
+    for row in simulated_run(200):
+        clock.now += .005
+        dash.update(row)
+    assert 8 <= len(said) <= 14
+
+
+# ---- Stop
+
+def test_stop_is_heard_shown_and_final(clock):
+    dash = Dashboard(total_steps=60, clock=clock)
+    for row in simulated_run(12):
+        clock.now += .9
+        dash.update(row)
+    assert not dash.stopped and not dash.stop.disabled
+    clock.now += .1
+    before = bytes(dash.curves.value)
+    dash.stop.click()
+    assert dash.stopped and dash.stop.disabled and dash.stop.description == 'Stopped'
+    assert re.fullmatch(r'Stopped after step 12 of 60 · reward 0\.\d{3} \(best 0\.\d{3}\) · 0:11', dash.status.value)
+    assert dash.bar.value == 12 and dash.bar.style.bar_color == MUTED
+    assert bytes(dash.curves.value) != before or dash.progress.step == 12
+    dash.update(next(simulated_run(60)) | {'step': 13})
+    assert dash.status.value.startswith('Stopped after step 13')
+
+
+def test_stop_draws_because_no_update_follows(pictures, clock):
+    dash = Dashboard(total_steps=60, clock=clock)
+    for row in simulated_run(3): dash.update(row)
+    drawn = len(pictures)
+    dash.stop.click()
+    assert len(pictures) == drawn + 1
+
+
+def test_stop_before_the_first_step():
+    dash = Dashboard(total_steps=60)
+    dash.stop.click()
+    assert dash.stopped and dash.status.value == 'Stopped before the first step'
+
+
+def test_loop_with_a_pause_ends_within_two_steps():
+    async def train(dash):
+        for row in simulated_run(10_000):
+            dash.update(row)
+            if row['step'] == 7: asyncio.get_running_loop().call_later(0, dash.stop.click)
+            await asyncio.sleep(.001)
+            if dash.stopped: break
+    dash = Dashboard(total_steps=10_000)
+    asyncio.run(train(dash))
+    assert 7 <= dash.progress.step <= 9
+
+
+def test_run_to_the_end_is_done_and_not_stopped():
+    dash = Dashboard(total_steps=5)
+    for row in simulated_run(5): dash.update(row)
+    assert dash.status.value.startswith('Done: 5 steps · reward') and not dash.stopped
+    assert dash.stop.disabled and dash.stop.description == 'Done' and dash.bar.value == 5
+    assert dash.bar.style.bar_color == LIGHT_COLOURS['green']
+
+
+# ---- what it says
+
+def test_waiting_then_pace_and_time_left(clock):
+    progress = Progress(100, clock)
+    assert progress.text() == 'Waiting for the first step' and progress.step == 0
+    for row in simulated_run(30):
+        clock.now += 10. if row['step'] <= 5 else 2.  # a slow start leaves the average after twenty steps
+        progress.add(row)
+    assert progress.text().endswith('2.00 s a step · 2:20 left')
+
+
+def test_first_step_uses_its_own_time(clock):
+    progress = Progress(11, clock)
+    progress.add({'step': 1, 'reward': .5, 'step_time': 6.})
+    assert progress.text() == 'Step 1 of 11 · reward 0.500 (best 0.500) · 6.00 s a step · 1:00 left'
+    bare = Progress(11, clock)
+    bare.add({'reward': .5})
+    assert bare.text().endswith('nan s a step · ? left')
+
+
+def test_a_resumed_run_counts_from_its_step(clock):
+    dash = Dashboard(total_steps=100, clock=clock)
+    for step in (51, 52, 53):
+        clock.now += 1.
+        dash.update({'step': step, 'reward': .1})
+    assert 'Step 53 of 100' in dash.progress.text() and dash.progress.text().endswith('1.00 s a step · 0:47 left')
+
+
+def test_light_names_its_reason_and_escapes_it():
+    dash = Dashboard(total_steps=9)
+    dash.update({'step': 1, 'reward': .5, 'kl': math.nan, '<script>': math.inf})
+    assert LIGHT_COLOURS['red'] in dash.light.value and '<b>red</b>' in dash.light.value
+    assert 'kl is nan' in dash.light.value and '<script>' not in dash.light.value
+    with pytest.raises((TypeError, ValueError)): dash.update({'step': 2, 'reward': 'high'})
+
+
+@CALM
+@given(st.floats(0, 1e7))
+def test_durations_read_back(seconds):
+    parts = [int(part) for part in duration(seconds).split(':')]
+    assert all(part < 60 for part in parts[1:])
+    assert abs(sum(part*60**i for i, part in enumerate(reversed(parts))) - seconds) <= .5
+
+
+@CALM
+@given(st.lists(st.dictionaries(st.sampled_from(['reward', 'kl', 'eval/x']), st.floats(-1, 1)), max_size=8))
+def test_history_columns_are_the_rows(rows):
+    history = History()
+    for row in rows: history.append(row)
+    assert {len(values) for values in history.columns.values()} == {len(rows)}
+    for i, row in enumerate(rows):
+        for name, values in history.columns.items():
+            expected = i + 1 if name == 'step' else row.get(name, math.nan)
+            assert values[i] == expected or (math.isnan(values[i]) and math.isnan(expected))
+
+
+# ---- completions
+
+@CALM
+@given(st.text(st.characters(exclude_categories=['Cs', 'Cc']), max_size=60))
+def test_model_text_is_never_markup(text):
+    page = samples_html([dict(prompt=text, completion=text, task=text, reward=.5, advantage=0.)])
+    cells = re.findall(r'<td class="rw-(?:task|prompt|completion)">(.*?)</td>', page)
+    assert [html.unescape(cell) for cell in cells] == [text]*3 and not any('<' in cell or '>' in cell for cell in cells)
+
+
+def test_table_columns_are_ordered_and_gaps_stay_empty():
+    page = samples_html(pd.DataFrame(ROWS))
+    names = re.findall(r'<th(?: class=rw-number)?>(.*?)</th>', page)
+    assert names == ['task', 'prompt', 'completion', 'format', 'best', 'fen', 'reward', 'advantage']
+    first, second = re.findall('<tr>(<td.*?)</tr>', page)
+    assert first.count('<td></td>') == 1 and '>P<' in first and '>0.50<' in first
+    assert second.count('<td></td>') == 1 and '>-0.30<' in second
+    assert samples_html(ROWS) == page and samples_html([]) == ''
+
+
+@pytest.mark.parametrize('count, kept', [(1, [.9]), (2, [.9, .1]), (3, [.9, .5, .1]), (9, [.9, .7, .5, .3, .1])])
+def test_best_middle_and_worst_are_shown(count, kept):
+    assert pick_rows(pd.DataFrame({'reward': [.1, .9, .5, .3, .7]}), count).reward.tolist() == kept
+
+
+def test_completions_stay_until_new_ones_come():
+    dash = Dashboard(total_steps=9, shown=1)
+    run = list(simulated_run(3))
+    dash.update(run[0], ROWS)
+    shown = dash.samples.value
+    dash.update(run[1])
+    assert dash.samples.value == shown and shown.count('<tr>') == 2  # head and one row
+    dash.update(run[2], ROWS[1:])
+    assert dash.samples.value != shown
+
+
+# ---- how it shows itself
+
+def test_figure_holds_every_step_even_between_two_pictures():
+    dash = Dashboard(total_steps=50)
+    for row in simulated_run(20): dash.update(row)
+    figure = dash.figure
+    assert figure.axes[0].get_lines()[0].get_xdata().tolist() == list(range(1, 21))
+    assert figure._repr_png_().startswith(b'\x89PNG')
+
+
+def test_shown_as_widgets_or_as_one_line_of_text(monkeypatch):
+    shown = []
+    monkeypatch.setattr(dashboard, 'display', lambda bundle, raw: shown.append(bundle))
+    Dashboard(total_steps=50)._ipython_display_()
+    assert shown[0]['text/plain'] == 'Dashboard: Waiting for the first step'
+    assert 'application/vnd.jupyter.widget-view+json' in shown[0]
+
+
+def test_every_part_has_its_class():
+    dash = Dashboard(total_steps=50)
+    for name in ('status', 'stop', 'bar', 'light', 'curves', 'samples'):
+        assert f'rw-{name}' in getattr(dash, name)._dom_classes
+    assert 'rw-dashboard' in dash.box._dom_classes
+
+
+@pytest.mark.slow
+def test_in_a_kernel_the_picture_stays(tmp_path):
+    nbformat = pytest.importorskip('nbformat', reason='nbformat is not installed')
+    nbclient = pytest.importorskip('nbclient', reason='nbclient is not installed')
+    code = """
+import asyncio
+from IPython.display import display
+from rookworld_nb.dashboard import Dashboard
+from rookworld_nb.monitor import simulated_run
+dash = Dashboard(total_steps=1000)
+display(dash)
+for metrics in simulated_run(1000):
+    dash.update(metrics)
+    if metrics['step'] == 5: asyncio.get_running_loop().call_later(.01, dash.stop.click)
+    await asyncio.sleep(.02)
+    if dash.stopped: break
+print('ended at', dash.progress.step)
+dash.figure
+"""
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(code)])
+    nbclient.NotebookClient(notebook, timeout=300, resources={'metadata': {'path': str(tmp_path)}}).execute()
+    outputs = notebook.cells[0].outputs
+    widgets, text, picture = outputs[0].data, next(o.text for o in outputs if o.output_type == 'stream'), outputs[-1].data
+    assert 'application/vnd.jupyter.widget-view+json' in widgets and 'Dashboard: ' in widgets['text/plain']
+    assert int(re.search(r'ended at (\d+)', text)[1]) <= 7 and 'image/png' in picture

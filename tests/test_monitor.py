@@ -1,0 +1,405 @@
+"""Registry, lights, console lines, the run folder under crashes, and the pictures."""
+import json
+import math
+import re
+import stat
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from matplotlib.figure import Figure
+
+from rookworld_nb import monitor
+from rookworld_nb.monitor import (COLOURS, METRICS, PANELS, Curves, MetricError, RunWriter, console_line, health_report,
+                                  light_of, lights, mend_tail, metric_for, overall, plot_curves, range_text, read_completions,
+                                  read_metrics, registry, save_reward_curve, simulated_run, view_limits, write_atomic)
+
+CALM = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])  # a busy machine is no failure
+DASHBOARD_NAMES = """loss reward reward_std frac_reward_zero_std rewards/P_best/mean rewards/P_best/std kl entropy
+    clip_ratio/low_mean clip_ratio/high_mean clip_ratio/region_mean completions/mean_length completions/min_length
+    completions/max_length completions/clipped_ratio grad_norm learning_rate num_tokens step_time kl_95pct kl_coef reward_25pct
+    reward_75pct task_P/reward task_A/reward task_P/fraction rollout_buffer_size ratio_max perf/gen_tok_s perf/train_tok_s
+    perf/mfu eval/P_reward step time""".split()
+
+
+def rows(steps: int = 5, **options) -> list[dict[str, float]]:
+    """Rows of a rehearsed run."""
+    return list(simulated_run(steps, **options))
+
+
+# ---- registry
+
+@pytest.mark.parametrize('name', DASHBOARD_NAMES)
+def test_every_name_of_a_run_is_registered(name):
+    metric = metric_for(name)
+    assert metric is not None and metric.formula and metric.unit and metric.source
+
+
+def test_the_rehearsal_uses_registered_names_only():
+    assert {name for row in rows() for name in row if metric_for(name) is None} == set()
+
+
+def test_a_judged_metric_says_what_is_wrong_on_each_side_that_can_be_crossed():
+    for metric in METRICS.values():
+        if metric.healthy is None: continue
+        low, high = metric.healthy
+        below, above = (metric.watch or metric.healthy)
+        assert metric.if_high or high == above or math.isinf(high), metric.name
+        assert metric.if_low or low == below or metric.if_low == '', metric.name
+        assert metric.if_low or metric.if_high, metric.name
+
+
+def test_a_name_defined_twice_is_refused():
+    with pytest.raises(MetricError, match='defined twice: kl'):
+        registry([METRICS['kl'], METRICS['loss']], [METRICS['kl']])
+
+
+@pytest.mark.parametrize('healthy, watch', [((0, 1), (.5, 2)), ((1, 0), None), ((0, 1), (-1, .5)), ((0, math.nan), None)])
+def test_ranges_that_cannot_be_are_refused(healthy, watch):
+    with pytest.raises(MetricError, match='kl'):
+        replace(METRICS['kl'], healthy=healthy, watch=watch)
+
+
+def test_look_up_prefers_the_exact_name_then_the_special_pattern():
+    assert metric_for('kl') is METRICS['kl']
+    assert metric_for('rewards/A_format/mean') is METRICS['rewards/<task>_format/mean']
+    assert metric_for('rewards/A_fen/mean') is METRICS['rewards/<component>/mean']
+    assert metric_for('rewards/A_format/std') is METRICS['rewards/<component>/std']
+    assert metric_for('eval/mate/recall') is METRICS['eval/<name>']
+    assert metric_for('klx') is metric_for('my/kl') is metric_for('') is None
+
+
+@pytest.mark.parametrize('name, text', [('kl', '≤ 0.15'), ('entropy', '0.1 to 3'), ('reward', '0 to 1'), ('reward_std', '≥ 0.01'),
+                                        ('rewards/<task>_format/mean', '≥ 0.9'), ('skipped_updates', '0'), ('loss', '')])
+def test_ranges_in_words(name, text):
+    assert range_text(METRICS[name]) == text
+
+
+# ---- lights
+
+@pytest.mark.parametrize('name', [metric.name for metric in METRICS.values() if metric.healthy])
+def test_light_follows_the_ranges_of_each_metric(name):
+    metric = METRICS[name]
+    (low, high), (watch_low, watch_high) = metric.healthy, metric.watch or metric.healthy
+    finite = [(value, colour) for value, colour in [
+        (low, 'green'), (high, 'green'), (watch_low, 'yellow' if watch_low < low else 'green'),
+        (watch_high, 'yellow' if watch_high > high else 'green'), (watch_low - 1e-3, 'red'), (watch_high + 1e-3, 'red')]
+        if math.isfinite(value)]
+    concrete = re.sub(r'<\w+>', 'P', name)
+    assert [light_of(concrete, value).colour for value, _ in finite] == [colour for _, colour in finite]
+
+
+def test_rounding_at_an_edge_is_no_alarm():
+    assert light_of('kl', -1e-8).colour == 'green'
+    assert light_of('rewards/P_format/mean', 1 + 1e-7).colour == 'green'
+
+
+@pytest.mark.parametrize('name', ['loss', 'grad_norm', 'kl', 'reward', 'learning_rate', 'something_new'])
+@pytest.mark.parametrize('value', [math.nan, math.inf, -math.inf])
+def test_numbers_that_are_none_are_red(name, value):
+    light = light_of(name, value)
+    assert light.colour == 'red' and light.metric == name and str(value) in light.reason
+
+
+def test_optional_metrics_may_be_absent_but_not_infinite():
+    assert light_of('task_A/reward', math.nan) is None and light_of('perf/mfu', math.nan) is None
+    assert light_of('perf/gen_tok_s', math.inf).colour == 'red'
+
+
+def test_reasons_are_plain_words_with_the_value_and_the_edge():
+    assert light_of('kl', .62).reason.startswith('kl 0.62 is above 0.15: the policy runs away')
+    assert light_of('entropy', .01).reason.startswith('entropy 0.01 is below 0.1: the policy hardly varies')
+    assert light_of('kl', .05).reason == 'kl 0.05 is in its range (≤ 0.15)'
+
+
+def test_lights_are_sorted_by_gravity_then_by_the_registry():
+    row = {'frac_reward_zero_std': 1., 'completions/clipped_ratio': .2, 'kl': .9, 'entropy': 1., 'learning_rate': 1e-4}
+    assert [(light.metric, light.colour) for light in lights(row)] == [
+        ('kl', 'red'), ('frac_reward_zero_std', 'red'), ('completions/clipped_ratio', 'yellow'), ('entropy', 'green')]
+    worst = overall(row)
+    assert (worst.colour, worst.metric, worst.value) == ('red', 'kl', .9) and worst.reason.endswith('(and 1 more)')
+
+
+def test_a_row_without_judged_metrics_is_not_called_healthy():
+    assert overall({}).colour == overall({'learning_rate': 1.}).colour == 'yellow'
+
+
+def test_a_good_run_is_green_and_a_collapsing_one_ends_red():
+    assert {overall(row).colour for seed in range(5) for row in rows(60, seed=seed)} == {'green'}
+    colours = [overall(row).colour for row in rows(60, collapse_at=20)]
+    assert set(colours[:20]) == {'green'} and set(colours[-10:]) == {'red'}
+    assert [COLOURS.index(c) for c in dict.fromkeys(colours)] == [0, 1, 2]
+
+
+# ---- console
+
+ROW = {'step': 10, 'loss': 2.34561, 'reward': .2341, 'task_P/fraction': .8, 'step_time': 1.234, 'reward_std': .1, 'kl': .01234,
+       'kl_95pct': .0456, 'clip_ratio/region_mean': .0412, 'entropy': 1.2345, 'ratio_max': 1.876}
+
+
+def test_console_line_is_exact():
+    assert console_line(ROW) == 'Step   10 | Loss: 2.3456 | Reward: 0.234 (best: 0.234) | P/E: 8/2 | Time: 1.23s'
+    late = dict(ROW, step=12345, loss=-.01, reward=-.3, step_time=12.)
+    assert console_line(late, best_reward=.5, prompts=16) == \
+        'Step 12345 | Loss: -0.0100 | Reward: -0.300 (best: 0.500) | P/E: 13/3 | Time: 12.00s'
+
+
+def test_health_report_is_exact_and_carries_its_light():
+    assert health_report(ROW) == ('Health Report Step 10: KL=0.0123 (95p=0.0456), Reward=0.234±0.100, Clip=4.1%, Entropy=1.234, '
+                                  'MaxRatio=1.88 | green: all 7 judged metrics are in their ranges')
+    assert ' | red: kl 0.9 is above 0.15: ' in health_report(dict(ROW, kl=.9))
+
+
+def test_a_run_without_reference_has_no_kl():
+    row = {name: value for name, value in ROW.items() if not name.startswith('kl')}
+    assert 'KL=n/a (95p=n/a), Reward=0.234' in health_report(row)
+
+
+@pytest.mark.parametrize('write, name', [(console_line, 'loss'), (console_line, 'task_P/fraction'), (health_report, 'entropy')])
+def test_a_missing_number_is_named(write, name):
+    with pytest.raises(MetricError, match=f'no {name} in the row; it holds step'):
+        write({key: value for key, value in ROW.items() if key != name})
+
+
+def test_numbers_that_are_none_are_printed_and_not_hidden():
+    assert 'Loss: nan' in console_line(dict(ROW, loss=math.nan))
+
+
+# ---- the run folder
+
+@dataclass
+class Settings:
+    """A configuration."""
+    lr: float  # learning rate
+    out: Path  # folder
+
+
+def test_folder_has_everything_and_every_row_is_on_disk_at_once(tmp_path):
+    writer = RunWriter(tmp_path/'deep'/'run', Settings(1e-4, Path('runs')/'a'), report_every=2)
+    for number, row in enumerate(rows(4), 1):
+        shown = writer.log(row)
+        assert len(read_metrics(writer.folder)) == number  # read while the writer is open
+        assert (writer.folder/'train.log').read_text(encoding='utf-8').endswith(shown + '\n')
+        assert ('Health Report' in shown) == (number % 2 == 0)
+    writer.table(4, [dict(prompt='P: x', completion='y', task='P', reward=.1, advantage=0., format=1.)])
+    writer.summary({'steps': 4, 'best': math.nan})
+    writer.close()
+    assert json.loads((writer.folder/'config.json').read_text()) == {'lr': 1e-4, 'out': str(Path('runs')/'a')}
+    assert json.loads((writer.folder/'summary.json').read_text()) == {'steps': 4, 'best': None}
+    assert sorted(path.name for path in writer.folder.rglob('*')) == [
+        'completions', 'config.json', 'metrics.jsonl', 'step-000004.csv', 'summary.json', 'train.log']
+
+
+def test_log_keeps_names_order_and_numbers(tmp_path):
+    with RunWriter(tmp_path) as writer:
+        writer.log(dict(ROW, time=7.5, tensor=torch.tensor(.25), array=np.float32(.5), count=np.int64(3)))
+    row = json.loads((tmp_path/'metrics.jsonl').read_text())
+    assert list(row)[:2] == ['step', 'time'] and row['time'] == 7.5
+    assert (row['tensor'], row['array'], row['count']) == (.25, .5, 3)
+
+
+def test_time_is_added(tmp_path):
+    with RunWriter(tmp_path) as writer: writer.log(ROW)
+    assert 1.6e9 < read_metrics(tmp_path).time[0] < 1e10
+
+
+@pytest.mark.parametrize('value', [math.nan, math.inf, -math.inf, np.float64('nan')])
+def test_numbers_that_are_none_are_null(tmp_path, value):
+    with RunWriter(tmp_path, report_every=0) as writer: writer.log(dict(ROW, kl=value))
+    text = (tmp_path/'metrics.jsonl').read_text()
+    assert '"kl": null' in text and 'NaN' not in text and 'Infinity' not in text
+    assert math.isnan(read_metrics(tmp_path).kl[0]) and read_metrics(tmp_path).kl.dtype == float
+
+
+@pytest.mark.parametrize('wrong', ['high', None, [1.], torch.ones(2)])
+def test_what_is_no_number_is_refused_and_nothing_is_written(tmp_path, wrong):
+    with RunWriter(tmp_path) as writer, pytest.raises((MetricError, RuntimeError)):  # torch's own for a vector
+        writer.log(dict(ROW, colour=wrong))
+    assert (tmp_path/'metrics.jsonl').read_text() == (tmp_path/'train.log').read_text() == ''
+
+
+@pytest.mark.parametrize('cut', range(1, 60, 7))
+def test_a_torn_last_line_costs_only_itself(tmp_path, cut):
+    with RunWriter(tmp_path) as writer:
+        for row in rows(3): writer.log(row)
+    path = tmp_path/'metrics.jsonl'
+    path.write_bytes(path.read_bytes()[:-1 - cut])  # the crash
+    assert read_metrics(tmp_path).step.tolist() == [1, 2]
+    with RunWriter(tmp_path) as writer: writer.log(rows(3)[2])
+    assert read_metrics(tmp_path).step.tolist() == [1, 2, 3]
+    assert all(json.loads(line) for line in path.read_text().splitlines())
+
+
+def test_a_line_torn_inside_a_character_is_left_out_too(tmp_path):
+    path = tmp_path/'metrics.jsonl'
+    path.write_bytes(b'{"step": 1}\n{"step": 2, "\xc3')
+    assert read_metrics(tmp_path).step.tolist() == [1]
+    assert mend_tail(path) == 14 and path.read_bytes() == b'{"step": 1}\n'
+
+
+def test_a_whole_last_line_without_line_feed_is_kept(tmp_path):
+    path = tmp_path/'metrics.jsonl'
+    path.write_text('{"step": 1}\n{"step": 2}')
+    assert read_metrics(tmp_path).step.tolist() == [1, 2]
+    assert mend_tail(path) == 0 and path.read_text() == '{"step": 1}\n{"step": 2}\n'
+    assert mend_tail(path) == 0 and mend_tail(tmp_path/'absent') == 0
+
+
+def test_damage_in_the_middle_is_an_error_that_names_the_line(tmp_path):
+    (tmp_path/'metrics.jsonl').write_text('{"step": 1}\n{"ste\n{"step": 3}\n')
+    with pytest.raises(MetricError, match='line 2'): read_metrics(tmp_path)
+    with pytest.raises(MetricError, match='line 2'): RunWriter(tmp_path)
+
+
+def test_a_resumed_run_replaces_what_it_repeats(tmp_path):
+    run = rows(6)
+    with RunWriter(tmp_path) as writer:
+        for row in run[:5]: writer.log(row)
+    with RunWriter(tmp_path) as writer: writer.log(dict(run[2], reward=.111))  # back at step 3
+    table = read_metrics(tmp_path)
+    assert table.step.tolist() == [1, 2, 3] and table.reward.iloc[-1] == .111
+    assert len((tmp_path/'metrics.jsonl').read_text().splitlines()) == 6  # nothing was erased
+
+
+def test_best_reward_survives_reopening_and_forgets_what_was_undone(tmp_path):
+    with RunWriter(tmp_path) as writer:
+        for step, reward in enumerate([.1, .6, .2, .9], 1): shown = writer.log(dict(ROW, step=step, reward=reward))
+    assert '(best: 0.900)' in shown
+    with RunWriter(tmp_path) as writer: assert '(best: 0.600)' in writer.log(dict(ROW, step=3, reward=.3))
+    with RunWriter(tmp_path) as writer: assert '(best: 0.600)' in writer.log(dict(ROW, step=4, reward=math.nan))
+
+
+def test_a_killed_process_loses_nothing_it_logged(tmp_path):
+    code = f"""
+import os, signal
+from rookworld_nb.monitor import RunWriter, simulated_run
+writer = RunWriter({str(tmp_path)!r})
+for row in simulated_run(20): writer.log(row)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    assert subprocess.run([sys.executable, '-c', code], timeout=120).returncode == -9
+    assert read_metrics(tmp_path).step.tolist() == list(range(1, 21))
+    assert len(re.findall(r'^Step', (tmp_path/'train.log').read_text(), flags=re.M)) == 20
+
+
+def test_reading_what_is_no_run_folder(tmp_path):
+    with pytest.raises(MetricError, match='no such file'): read_metrics(tmp_path)
+    with RunWriter(tmp_path): pass
+    assert read_metrics(tmp_path).empty
+
+
+def test_writers_do_not_swallow_errors(tmp_path):
+    (tmp_path/'file').write_text('')
+    with pytest.raises(OSError): RunWriter(tmp_path/'file'/'run')
+    writer = RunWriter(tmp_path/'run')
+    writer.close()
+    with pytest.raises(ValueError, match='closed'): writer.log(ROW)
+    with pytest.raises(TypeError): writer.summary({'model': object()})
+    assert not (tmp_path/'run'/'summary.json').exists()
+
+
+def test_whole_files_are_replaced_or_left_alone(tmp_path, monkeypatch):
+    path = write_atomic(tmp_path/'summary.json', 'old')
+    assert stat.S_IMODE(path.stat().st_mode) & 0o044 == 0o044
+
+    def full_disk(*_): raise OSError('no space left on device')
+    monkeypatch.setattr(monitor.os, 'fsync', full_disk)
+    with pytest.raises(OSError, match='no space'): write_atomic(path, 'new')
+    assert path.read_text() == 'old' and [p.name for p in tmp_path.iterdir()] == ['summary.json']
+
+
+# ---- completions
+
+TEXT = st.text(st.characters(exclude_categories=['Cs'], exclude_characters='\x00'), max_size=40)
+TABLE_ROW = st.fixed_dictionaries(dict(prompt=TEXT, completion=TEXT, task=st.sampled_from('PA'), reward=st.floats(-.3, 1),
+                                       advantage=st.floats(-3, 3), format=st.floats(0, 1) | st.just(math.nan)))
+
+
+@CALM
+@given(st.lists(TABLE_ROW, min_size=1, max_size=4))
+def test_any_text_of_a_model_comes_back(tmp_path_factory, table):
+    with RunWriter(tmp_path_factory.mktemp('run')) as writer: path = writer.table(1, table)
+    back = read_completions(path)
+    pd.testing.assert_frame_equal(back, pd.DataFrame(table), check_dtype=False)
+
+
+@pytest.mark.parametrize('text', ['', 'nan', 'NA', 'null', '1.0', '"', 'a,b', 'a\nb', 'a\r\nb', '\r', ' x ', '#', '=1+1'])
+def test_texts_that_readers_of_tables_mistake(tmp_path, text):
+    row = dict(prompt=text, completion=text, task='P', reward=.5, advantage=0., clipped=True, tokens=3)
+    with RunWriter(tmp_path) as writer: back = read_completions(writer.table(1, [row]))
+    assert back.to_dict('records') == [row]
+
+
+def test_a_table_without_its_columns_is_refused(tmp_path):
+    with RunWriter(tmp_path) as writer, pytest.raises(MetricError, match='no task, advantage in the completions of step 7'):
+        writer.table(7, [dict(prompt='p', completion='c', reward=0.)])
+    assert list((tmp_path/'completions').iterdir()) == []
+
+
+# ---- pictures
+
+def png_size(data: bytes) -> tuple[int, int]:
+    """Width and height from a PNG's header."""
+    assert data.startswith(b'\x89PNG')
+    return int.from_bytes(data[16:20], 'big'), int.from_bytes(data[20:24], 'big')
+
+
+def test_curves_of_a_run():
+    figure = plot_curves(pd.DataFrame(rows(30)), kl_target=.05)
+    assert isinstance(figure, Figure) and len(figure.axes) == len(PANELS) == 6
+    width, height = png_size(figure._repr_png_())
+    assert (width, height) == tuple(round(100*inch) for inch in figure.get_size_inches())
+    titles = [(ax.get_title('left'), ax.get_title('right')) for ax in figure.axes]
+    assert titles[2] == ('KL', 'healthy ≤ 0.15 nats/token') and titles[0] == ('Reward', 'healthy 0 to 1 ')
+
+
+@pytest.mark.parametrize('table', [
+    {'step': []}, {'step': [1.]}, {'step': [1.], 'reward': [math.nan]}, {'step': [1., 2.], 'kl': [math.inf, .1]},
+    {'step': [1., 2.], 'reward': [.5, .5], 'entropy': [0., 0.]}, pd.DataFrame(rows(1))], ids=range(6))
+def test_curves_of_poor_data(table):
+    assert png_size(plot_curves(table, kl_target=.05)._repr_png_())
+
+
+def test_curves_are_updated_in_place():
+    curves = Curves(kl_target=.05).update(pd.DataFrame(rows(5)))
+    artists = [len(chart.axes.get_children()) for chart in curves.charts]
+    before = curves.figure._repr_png_()
+    table = pd.DataFrame(rows(50, collapse_at=10))
+    for _ in range(3): curves.update(table)
+    assert [len(chart.axes.get_children()) for chart in curves.charts] == artists
+    assert curves.charts[0].raw[0].get_xydata().tolist() == table[['step', 'reward']].to_numpy().tolist()
+    assert curves.figure._repr_png_() != before
+
+
+def test_last_point_wears_the_colour_of_its_light():
+    for at, colour in ((None, 'green'), (10, 'red')):
+        chart = plot_last(rows(40, collapse_at=at))
+        assert chart.last.get_color() == monitor.LIGHT_COLOURS[colour]
+
+
+def plot_last(run):
+    """The KL chart of a run."""
+    return Curves().update(pd.DataFrame(run)).charts[2]
+
+
+@CALM
+@given(st.lists(st.floats(allow_nan=True, allow_infinity=True, width=32), max_size=20))
+def test_view_holds_all_finite_values(values):
+    low, high = view_limits([np.array(values, float)], (0, .1))
+    assert low < high and all(low <= value <= high for value in [0, .1, *filter(math.isfinite, values)])
+
+
+def test_pictures_leave_global_state_alone(tmp_path):
+    before = dict(matplotlib.rcParams)
+    path = save_reward_curve(pd.DataFrame(rows(20)), tmp_path/'reward.png')
+    assert dict(matplotlib.rcParams) == before and png_size(path.read_bytes()) == (650, 285)
+    code = 'import rookworld_nb.monitor as m, sys; m.plot_curves({"step": []}); print("matplotlib.pyplot" in sys.modules)'
+    assert subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, timeout=120).stdout == 'False\n'
