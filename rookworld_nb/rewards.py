@@ -399,7 +399,7 @@ class RunningNorm:
         self.std = keep*(self.std or 0.) + (1 - keep)*std
         return (rewards - self.mean)/max(self.std, self.floor)
 
-# %% ../nbs/05_rewards.ipynb #0e35493c
+
 def final_rewards(
     components: pd.DataFrame,       # table of components, B rows
     norms: dict[str, RunningNorm],  # running averages by task; empty leaves the rewards as they are
@@ -447,7 +447,8 @@ def component_table(
     """The table of all parts, one row a completion."""
     terms = {}
     for task, shares in blend_shares(cfg, step).items():
-        terms[task] = [(share, getattr(cfg, f'{name}_scaling', 'linear')) for share, name in zip(shares, SETTINGS[task])]
+        curves = [getattr(cfg, f'{name}_scaling', 'linear') for name in SETTINGS[task]]
+        terms[task] = list(zip(shares, curves))
     return pd.DataFrame.from_records([component_row(one, terms[one.task], cfg) for one in judged], columns=COLUMNS)
 
 # %% ../nbs/05_rewards.ipynb #38a8ea3e

@@ -30,6 +30,8 @@ def env_sample(fen: str, uci: str) -> Sample:
     return Sample(*split_line(format_env(fen, uci, None, *env_step(fen, uci))))
 
 
+FEW = Sample('P: k7/8/8/8/8/8/8/K6r w - - 0 1', ' M: a1b2 a1a2 E: -5.0 -5.1 B: a1b2')  # all the legal moves there are
+
 CASES = {
     'ordinary': (FEN, 'f1b5'), 'illegal': (FEN, 'f1b6'),
     'mate': ('6k1/5ppp/8/8/8/8/8/R6K w - - 0 1', 'a1a8'), 'draw': ('7k/8/6K1/8/8/8/8/5Q2 w - - 0 1', 'f1f7'),
@@ -62,7 +64,7 @@ def policy_text(moves: str, evals: str, best: str) -> str:
 
 # ---- a completion
 
-@pytest.mark.parametrize('sample', [RUY, *CLASS_SAMPLES.values(), *random_samples(20)])
+@pytest.mark.parametrize('sample', [RUY, FEW, *CLASS_SAMPLES.values(), *random_samples(20)])
 def test_a_perfect_answer_is_perfect(sample):
     row = metrics_table([sample], [sample.completion]).iloc[0]
     for name in METRICS[sample.task]:
@@ -196,6 +198,12 @@ def test_chance_line_agrees_with_a_random_player():
         gaps = values.to_numpy() - exact.to_numpy()
         assert abs(gaps.mean()) < 4*gaps.std()/math.sqrt(len(gaps)), metric
         assert exact.mean() == pytest.approx(expected)
+
+
+def test_chance_where_few_moves_are_legal():
+    chance = chance_line([FEW])['P']
+    assert chance['best_move_accuracy'] == .5 and chance['best_in_top5'] == chance['top5_overlap'] == 1
+    assert chance['best_within_10cp'] == 1 and chance_line([RUY])['P', 'best_within_10cp'] == 2/27
 
 
 def test_chance_of_the_majority_answer():

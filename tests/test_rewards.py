@@ -83,7 +83,8 @@ def test_bad_settings_are_named(name, value):
 # ---- no text escapes
 
 SCALINGS = [field.name for field in fields(RewardConfig) if field.name.endswith('_scaling')]
-PIECES = st.sampled_from(['M:', 'E:', 'B:', 'P:', 'A:', ' ', '  ', '+', '\n', '<|endoftext|>', 'e2e4', 'f1c4', 'f1b5', 'a9a9', 'e7e8q',
+PIECES = st.sampled_from(['M:', 'E:', 'B:', 'P:', 'A:', ' ', '  ', '+', '\n', '<|endoftext|>', 'e2e4', 'f1c4', 'f1b5', 'a9a9',
+                          GOOD, RIGHT, 'e7e8q',
                           '0.5', '-999.79', '1e9', 'nan', 'inf', '-', '.', '0', '1', NEW, FEN, '/', '♔', '\x00', '9'*30])
 TEXTS = st.one_of(st.text(max_size=80), st.lists(PIECES, max_size=16).map(''.join), st.lists(PIECES, max_size=16).map(' '.join))
 
@@ -137,7 +138,8 @@ def random_line(rng: random.Random) -> tuple[str, str, str]:
     pairs = list(zip(listed, evals))
     best = max(evals)
     rng.shuffle(pairs)
-    other = f" M: {' '.join(m for m, _ in pairs)} E: {' '.join(str(e) for _, e in pairs)} B: {[m for m, e in pairs if e == best][0]}"
+    moves, values = ' '.join(m for m, _ in pairs), ' '.join(str(e) for _, e in pairs)
+    other = f' M: {moves} E: {values} B: {[m for m, e in pairs if e == best][0]}'
     return *split_line(format_policy(board.fen(), listed, evals)), other
 
 
@@ -153,7 +155,7 @@ def test_a_perfect_answer_earns_everything_in_any_order(shaping):
 def test_a_position_with_one_legal_move_can_be_answered():
     fen = '7k/8/8/8/8/8/1r6/K7 w - - 0 1'
     assert legal_moves(fen) == {'a1b2'}
-    assert RewardScorer()([policy_prompt(fen)], ['M: a1b2 E: 0.0 B: a1b2'], ['M: a1b2 E: 0.0 B: a1b2']).rewards == 1
+    assert RewardScorer(SMOOTH)([policy_prompt(fen)], ['M: a1b2 E: 0.0 B: a1b2'], ['M: a1b2 E: 0.0 B: a1b2']).rewards == 1
 
 
 def test_the_stored_best_label_is_not_believed():
@@ -380,7 +382,8 @@ def test_evaluation_uses_one_yardstick_and_leaves_no_trace():
 def test_components_belong_to_their_task():
     table = RewardScorer()([P, A], [GOOD, RIGHT], [TARGET, None]).components
     assert list(table['task']) == ['P', 'A']
-    assert table.loc[0, ['fen', 'flags', 'reward_value']].isna().all() and table.loc[1, ['candidates', 'evals', 'best']].isna().all()
+    assert table.loc[0, ['fen', 'flags', 'reward_value']].isna().all()
+    assert table.loc[1, ['candidates', 'evals', 'best']].isna().all()
     assert table.drop(columns='task').dtypes.eq('float64').all()
 
 
