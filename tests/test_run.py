@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 
-from rookworld_nb.positions import DataError, shipped, write_lines
+from rookworld_nb.positions import shipped, write_lines
 from rookworld_nb.rules import EngineNotFound, Stockfish, fen_key, find_stockfish
 from rookworld_nb.run import Run, RunError, TrainConfig, closing_table, heldout_samples, train, training_samples
 from rookworld_nb.weights import load_pretrained
