@@ -97,9 +97,7 @@ def decode(
             rows, tokens, owners = rows[alive], tokens[alive], owners[alive]
             cache.select(alive)
             prefix, owners = repack(prefix, cache, owners)
-        n_slots = cache.n_slots or len(rows)
         hidden = model.extend(tokens[:, None], prefix, cache)[:, 0]
-        cache.n_slots = n_slots  # the first tokens to enter the cache may come from fewer rows than there are slots
 
 # %% ../nbs/06_sampling.ipynb #84941a08
 @torch.no_grad()
