@@ -417,18 +417,21 @@ def test_label_writes_lines_in_order(call, fens):
     code, lines, _ = call('label', *fens)
     assert code == 0 and [line[3:].split('M:')[0].strip() for line in lines] == fens
     assert any(line.split('M: ')[1][:4] != line.split('B: ')[1][:4] for line in lines), 'the moves are in engine order'
+    assert all(line.endswith(f'B: {min(legal_moves(fen))}') for line, fen in zip(lines, fens))
     assert call('label', '--no-padded', fens[0])[1][0].count('  ') == 0
     assert call('label', *fens)[1] == lines != call('label', '--seed', '1', *fens)[1]
 
 
-def test_label_resumes_after_a_torn_line(call, fens, cwd):
+@pytest.mark.parametrize('torn', [0, 1, 20, 100, 150])
+def test_label_resumes_after_a_torn_line(torn, call, fens, cwd):
     text = '\n'.join(fens)
     assert call('label', '--output', 'all.txt', stdin=text)[0] == 0
     whole = (cwd/'all.txt').read_bytes()
-    (cwd/'half.txt').write_bytes(whole[:len(whole)//2])
+    lines = whole.splitlines(keepends=True)
+    (cwd/'half.txt').write_bytes(b''.join(lines[:17]) + lines[17][:torn])
     Engines.asked = 0
     assert call('label', '--output', 'half.txt', '--processes', '3', stdin=text)[0] == 0
-    assert (cwd/'half.txt').read_bytes() == whole and Engines.asked == 40 - whole[:len(whole)//2].count(b'\n')
+    assert (cwd/'half.txt').read_bytes() == whole and Engines.asked == 23
     assert call('label', '--output', 'half.txt', stdin=text)[0] == 0
     assert (cwd/'half.txt').read_bytes() == whole
 
@@ -472,3 +475,24 @@ def test_eval_measures_both_tasks(call, tiny, cwd):
     assert report['recall'][0]['class'] == 'ordinary'
     text = '\n'.join(call(*words, '--suite', 'env', '--limit', '2')[1])
     assert 'state_exact' in text and '2 prompts' in text and 'best_legal' not in text
+
+
+# ---- train
+
+SMALL = ['--batch-positions', 2, '--group-size', 2, '--max-new-tokens', 4, '--eval-policy', 2, '--eval-env', 2, '--steps', 2]
+
+
+def test_train_plans_without_a_trace(call, tiny, cwd):
+    code, lines, errors = call('train', '--model', tiny, '--plan', *SMALL)
+    assert (code, errors, len(lines)) == (0, '', 1) and '2 updates' in lines[0] and list(cwd.iterdir()) == []
+
+
+def test_train_writes_a_run_that_eval_reads(call, tiny, cwd):
+    assert call('train', '--model', tiny, '--output-dir', 'run', '--seed', 3, *SMALL)[0] == 0
+    rows = [json.loads(line) for line in (cwd/'run'/'metrics.jsonl').read_text().splitlines()]
+    config = json.loads((cwd/'run'/'config.json').read_text())
+    assert [row['step'] for row in rows] == [1, 2] and (config['seed'], config['group_size']) == (3, 2)
+    code, lines, _ = call('eval', '--model', 'run/final_checkpoint', '--limit', 2, '--max-new-tokens', 4, '--json')
+    assert code == 0 and json.loads(lines[0])['metrics']
+    code, lines, errors = call('train', '--model', tiny, '--output-dir', 'run', *SMALL)
+    assert code == 2 and 'run' in errors and len(errors.splitlines()) == 1
