@@ -240,8 +240,8 @@ def generate_positions(
     n_opening = n_endgame = round(.2*n)
     if n_opening > len(named):
         raise DataError(f'n={n} needs {n_opening} distinct openings and {len(named)} are known: ask for at most {5*len(named)}')
-    positions = named[:len(OPENINGS)] + rng.sample(named[len(OPENINGS):], max(0, n_opening-len(OPENINGS)))
-    positions = rng.sample(positions[:max(n_opening, len(OPENINGS))], n_opening) if n_opening < len(OPENINGS) else positions
+    finals, on_the_way = named[:len(OPENINGS)], named[len(OPENINGS):]
+    positions = rng.sample(finals, min(n_opening, len(finals))) + rng.sample(on_the_way, max(0, n_opening-len(finals)))
     seen = {fen_key(position.fen) for position in positions}
 
     def middlegame():

@@ -17,7 +17,7 @@ def pool(n_policy, n_env):
             + [Sample(f'A: {chess.STARTING_FEN[:-1]}{i}+e2e4+e2e4+', '') for i in range(1, n_env + 1)])
 
 
-@pytest.mark.parametrize('n', [1, 5, 64, 256, 700])
+@pytest.mark.parametrize('n', [1, 5, 64, 256, 500])
 def test_quotas_are_exact_positions_distinct_and_legal(n):
     positions = generate_positions(n, seed=1)
     phases = [position.phase for position in positions]
