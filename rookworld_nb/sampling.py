@@ -179,8 +179,9 @@ def room_after(
     lengths = prompt_mask.sum(1)
     room = n_positions-int(lengths.max())
     if room < 1:
-        raise PromptLengthError(f'prompt {prompts[int(lengths.argmax())]!r} has {int(lengths.max())} tokens; the model has '
-                                f'n_positions={n_positions}, so {n_positions-1} at most leave room for an answer')
+        at, longest = int(lengths.argmax()), int(lengths.max())
+        raise PromptLengthError(f'prompt {prompts[at]!r} has {longest} tokens; the model has n_positions={n_positions}, '
+                                f'so {n_positions-1} at most leave room for an answer')
     return room
 
 # %% ../nbs/06_sampling.ipynb #33ac84f0
