@@ -27,7 +27,7 @@ test: .venv/.dev ## every test: all notebooks, then tests/ (extra arguments for 
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(ARGS)
 
 lab: .venv/.dev ## open JupyterLab on the notebooks
-	@cd nbs && ../$(BIN)/jupyter lab $(ARGS)
+	@cd nbs && ../$(BIN)/jupyter lab $(if $(filter 0,$(shell id -u)),--allow-root) $(ARGS)
 
 dev: .venv/.dev ## install what contributors need
 
