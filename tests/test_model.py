@@ -221,6 +221,19 @@ def test_rows_may_leave_before_the_first_step():
             assert_close(model.extend(new[keep], model.prefill(prompts, mask), cache), expected[keep])
 
 
+def test_rows_may_leave_twice():
+    model = noisy(SIZES['odd'], torch.float64)
+    prompts, mask, new, expected = grouped_case(model, 3, 2, 5, 3, 'left')
+    rows = torch.arange(6)
+    with torch.no_grad():
+        prefix, cache = model.prefill(prompts, mask), KVCache(3)
+        for t, kept in enumerate(([1, 3, 4, 5], [1, 3], [1])):
+            assert_close(model.extend(new[rows, t:t+1], prefix, cache), expected[rows, t:t+1])
+            cache.select(torch.tensor(kept))
+            rows = rows[kept]
+        assert cache.rows.tolist() == rows.tolist() == [5]
+
+
 def test_the_last_hidden_state_is_that_of_the_last_real_token():
     model = noisy(SIZES['odd'])
     for side in ('left', 'right'):
@@ -319,6 +332,7 @@ def test_inference_mode_first_and_training_after():
     with torch.inference_mode():
         model.extend(ids, model.prefill(ids), KVCache(6))
     model.extend(ids, model.prefill(ids)).sum().backward()
+    assert not causal_bias(6, 6, torch.float32, ids.device).is_inference()
 
 
 def test_a_deep_copy_is_independent():

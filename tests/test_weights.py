@@ -17,6 +17,7 @@ from rookworld_nb import weights
 from rookworld_nb.model import GPT, GPTConfig
 from rookworld_nb.weights import (END_TOKEN, ModelFileError, ModelNameError, bpe_tokenizer, end_token_id, load_config,
                                   load_pretrained, load_tensors, load_tokenizer, save_pretrained)
+from safetensors import safe_open
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.testing import assert_close
@@ -191,6 +192,8 @@ def test_files_can_be_read_by_everybody_and_nothing_else_is_left(ours):
     assert {path.name for path in folder.iterdir()} == {'model.safetensors', 'config.json', 'tokenizer.json', 'tokenizer_config.json'}
     assert {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {0o644}
     assert [path.name for path in folder.parent.iterdir()] == [folder.name]
+    with safe_open(folder/'model.safetensors', 'pt') as f:
+        assert f.metadata() == {'format': 'pt'}  # older versions of transformers refuse a file without it
 
 
 def test_saving_over_a_folder_keeps_its_other_files(ours):
