@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['CountingTask', 'counting_policy', 'RolloutPart', 'Experience', 'reward_metrics', 'component_metrics',
-           'completion_metrics', 'CollectorConfig', 'Collector', 'replay']
+           'completion_metrics', 'CollectorConfig', 'by_task', 'without_end', 'reference_logprobs', 'assemble',
+           'Collector', 'replay']
 
 # %% ../nbs/10_buffer.ipynb #e1cdbd24
 import time
@@ -30,14 +31,13 @@ from .weights import END_TOKEN, end_token_id
 
 # %% ../nbs/10_buffer.ipynb #e2452f5f
 class CountingTask:
-    "A verifiable toy task: after `P: 3` comes `4`, after `A: 3` comes `4 5`; calling it scores completions, like a `RewardScorer`."
+    "A verifiable toy: after `P: 3` comes `4`, after `A: 3` comes `4 5`; calling it scores, like a `RewardScorer`."
     DIGITS = '0123456789'
-
     def __init__(self):
-        words = (END_TOKEN, 'P:', 'A:', *self.DIGITS)
-        self.tokenizer = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token=END_TOKEN))
+        vocabulary = {word: i for i, word in enumerate((END_TOKEN, 'P:', 'A:', *self.DIGITS))}
+        self.tokenizer = Tokenizer(WordLevel(vocabulary, unk_token=END_TOKEN))
         self.tokenizer.pre_tokenizer = WhitespaceSplit()
-        self.samples = [Sample(f'{task}: {start}', self.answer(task, start)) for task in 'PA' for start in range(10)]
+        self.samples = [Sample(f'{task}: {n}', self.answer(task, n)) for task in 'PA' for n in range(10)]
 
     @staticmethod
     def answer(
@@ -45,7 +45,7 @@ class CountingTask:
         start: int,  # 0 ... 9, the digit in the prompt
     ) -> str:        # the digits that follow it; 0 follows 9
         "The one right completion."
-        return ' '.join(str((start + step) % 10) for step in range(1, 3 if task == 'A' else 2))
+        return ' '.join(str((start + step) % 10) for step in range(1, 2 + (task == 'A')))
 
     def score(
         self,
@@ -57,7 +57,8 @@ class CountingTask:
         want, got = self.answer(task, int(start)).split(), completion.split()
         form = float(len(got) == len(want) and all(word in self.DIGITS for word in got))
         right = form*sum(w == g for w, g in zip(want, got))/len(want)
-        return {'task': task, 'format': form, 'right': right, 'raw': .2*form + .8*right, 'reward': .2 + .8*right if form else -.3}
+        raw = .2*form + .8*right
+        return {'task': task, 'format': form, 'right': right, 'raw': raw, 'reward': raw if form else -.3}
 
     def __call__(
         self,
@@ -80,7 +81,7 @@ def counting_policy(
         torch.manual_seed(seed)
         model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=32, vocab_size=13, n_positions=8))
         for table in (model.wte, model.wpe):
-            nn.init.normal_(table.weight, std=0.2)   # so narrow a model needs rows of length about 1 to tell words apart
+            nn.init.normal_(table.weight, std=0.2)  # so narrow a model tells words apart only by rows of length about 1
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
         ids = torch.zeros(64, 5, dtype=torch.int64)  # task, start, digit, digit (A) or end (P), end
         ids[:32, 0], ids[32:, 0] = 1, 2
@@ -158,7 +159,8 @@ def reward_metrics(
     groups = rewards.view(-1, size)
     low, high = rewards.quantile(torch.tensor([.25, .75], dtype=torch.float64)).tolist()
     by_task = {f'task_{task}/reward': float(mean) for task, mean in table.groupby('task')['reward'].mean().items()}
-    return {'reward': float(rewards.mean()), 'reward_std': float(groups.std(1).mean()), 'reward_25pct': low, 'reward_75pct': high,
+    return {'reward': float(rewards.mean()), 'reward_std': float(groups.std(1).mean()),
+            'reward_25pct': low, 'reward_75pct': high,
             'frac_reward_zero_std': float((groups == groups[:, :1]).all(1).double().mean()),
             **by_task, 'task_P/fraction': float((table['task'] == 'P').mean())}
 
@@ -172,7 +174,8 @@ def component_metrics(
     found = {}
     for task, rows in scores.groupby(table['task']):
         for name, values in rows.dropna(axis=1, how='all').items():
-            found |= {f'rewards/{task}_{name}/mean': float(values.mean()), f'rewards/{task}_{name}/std': float(values.std(ddof=0))}
+            found[f'rewards/{task}_{name}/mean'] = float(values.mean())
+            found[f'rewards/{task}_{name}/std'] = float(values.std(ddof=0))
     return found
 
 # %% ../nbs/10_buffer.ipynb #d5ecdf5f
@@ -206,11 +209,59 @@ class CollectorConfig:
             if getattr(self, name) < least:
                 raise SettingError(f'{name}={getattr(self, name)} must be at least {least}')
         if not 0 < self.temperature < float('inf'):
-            raise SettingError(f'temperature={self.temperature} must be finite and above 0: greedy completions of a group are all alike')
+            raise SettingError(f'temperature={self.temperature} must be finite and above 0: a greedy group is alike')
 
 # %% ../nbs/10_buffer.ipynb #8403fb17
+def by_task(
+    samples: Sequence[Sample], # prompts of one or both tasks, in any order
+) -> list[tuple[Sample, ...]]: # P first; a task that does not occur is left out
+    "Sort a batch of prompts by task."
+    shares = (tuple(sample for sample in samples if sample.task == task) for task in 'PA')
+    return [share for share in shares if share]
+
+
+def without_end(
+    rollouts: Rollouts, # N completions
+    end_id: int,        # the end token
+) -> Tensor:            # (N,) bool
+    "Which completions were cut off before they ended."
+    last = rollouts.completion_mask.sum(1, keepdim=True) - 1
+    return rollouts.completion_ids.gather(1, last).squeeze(1) != end_id
+
+
+@torch.no_grad()
+def reference_logprobs(
+    ref_model: GPT | None, # the frozen reference
+    rollouts: Rollouts,    # N completions
+) -> Tensor | None:        # (N, T) fp32 nats; None without a reference
+    "What the reference thinks of sampled tokens, at the temperature that they were sampled with."
+    if ref_model is None:
+        return None
+    r = rollouts
+    return completion_logprobs(ref_model, r.prompt_ids, r.prompt_mask, r.completion_ids, r.group_size, r.temperature,
+                               r.completion_mask, with_entropy=False)[0]
+
+# %% ../nbs/10_buffer.ipynb #9d14b0d2
+def assemble(
+    shares: Sequence[tuple[Sample, ...]], # the prompts of each part
+    rollouts: Sequence[Rollouts],         # their completions
+    scores: Scores,                       # of all completions, part after part
+    advantages: Tensor,                   # likewise
+    references: Sequence[Tensor | None],  # reference log-probabilities of each part
+    end_id: int,                          # the end token
+) -> tuple[RolloutPart, ...]:             # one for each share
+    "Put together what belongs to each task."
+    parts, end = [], 0
+    for share, done, reference in zip(shares, rollouts, references, strict=True):
+        rows, end = slice(end, end + len(done.texts)), end + len(done.texts)
+        advantage = advantages[rows].to(done.logprobs.device)
+        parts.append(RolloutPart(share[0].task, share, done, scores.rewards[rows], advantage, reference,
+                                 scores.components[rows], without_end(done, end_id)))
+    return tuple(parts)
+
+# %% ../nbs/10_buffer.ipynb #ddf6a522
 class Collector:
-    "An iterator of experiences: each `next` samples with the weights of that moment, scores, and asks the reference once."
+    "An iterator of experiences: each `next` samples with the weights of that moment, scores, asks the reference once."
     def __init__(
         self,
         model: GPT,                        # the policy; whoever trains it changes it in place
@@ -220,67 +271,29 @@ class Collector:
         scorer: Callable[..., Scores],     # (prompts, completions, targets) -> Scores; a `RewardScorer`
         config: CollectorConfig = CollectorConfig(), # group size, temperature, limits, advantages
     ) -> None:
-        self.model, self.ref_model, self.tokenizer, self.scorer, self.config = model, ref_model, tokenizer, scorer, config
-        self.prompts, self.num_tokens = iter(prompts), 0
+        self.model, self.ref_model, self.tokenizer, self.scorer = model, ref_model, tokenizer, scorer
+        self.prompts, self.config, self.num_tokens = iter(prompts), config, 0
         self.tracker, self.generator = EMATracker(), torch.Generator().manual_seed(config.seed)
 
     def __iter__(self) -> Iterator[Experience]:
         return self
 
     def __next__(self) -> Experience:
-        return self.collect(next(self.prompts))
-
-    def collect(
-        self,
-        samples: Sequence[Sample],  # prompts of one or both tasks, at least one
-    ) -> Experience:                # a part per task, P first
-        "Answer the prompts with the present policy, score the answers and measure them against the reference."
-        shares = [(task, tuple(s for s in samples if s.task == task)) for task in 'PA']
-        shares = [(task, share) for task, share in shares if share]
-        start = time.perf_counter()
-        rollouts = [self._sample(task, share) for task, share in shares]
+        c, shares, start = self.config, by_task(next(self.prompts)), time.perf_counter()
+        limits = [c.max_new_tokens_policy if share[0].task == 'P' else c.max_new_tokens_env for share in shares]
+        rollouts = [sample_completions(self.model, self.tokenizer, [s.prompt for s in share], c.group_size, limit,
+                                       c.temperature, self.generator) for share, limit in zip(shares, limits)]
         seconds = time.perf_counter() - start
-        scores = self._score(shares, rollouts)
-        advantages = self._advantages(shares, scores.rewards).split([len(done.texts) for done in rollouts])
-        parts, end = [], 0
-        for share, done, advantage in zip(shares, rollouts, advantages):
-            rows, end = slice(end, end + len(done.texts)), end + len(done.texts)
-            parts.append(self._part(*share, done, scores.rewards[rows], advantage, scores.components[rows]))
+        samples = [sample for share in shares for sample in share]
+        rows = [sample for sample in samples for _ in range(c.group_size)]
+        scores = self.scorer([s.prompt for s in rows], [text for done in rollouts for text in done.texts],
+                             [s.completion or None for s in rows])
+        advantages = compute_advantages(scores.rewards, c.group_size, c.baseline, c.scale_rewards, self.tracker,
+                                        [sample.task for sample in samples])
+        references = [reference_logprobs(self.ref_model, done) for done in rollouts]
+        parts = assemble(shares, rollouts, scores, advantages, references, end_token_id(self.tokenizer))
         self.num_tokens += sum(part.num_tokens for part in parts)
-        limit = max(self._limit(task) for task, _ in shares)
-        return Experience(tuple(parts), self.config.group_size, limit, self.num_tokens, seconds)
-
-    def _limit(self, task: str) -> int:
-        return self.config.max_new_tokens_policy if task == 'P' else self.config.max_new_tokens_env
-
-    def _sample(self, task: str, samples: tuple[Sample, ...]) -> Rollouts:
-        prompts = [sample.prompt for sample in samples]
-        return sample_completions(self.model, self.tokenizer, prompts, self.config.group_size, self._limit(task),
-                                  self.config.temperature, self.generator)
-
-    def _score(self, shares: list[tuple[str, tuple[Sample, ...]]], rollouts: list[Rollouts]) -> Scores:
-        repeated = [sample for _, samples in shares for sample in samples for _ in range(self.config.group_size)]
-        texts = [text for done in rollouts for text in done.texts]
-        return self.scorer([s.prompt for s in repeated], texts, [s.completion or None for s in repeated])
-
-    def _advantages(self, shares: list[tuple[str, tuple[Sample, ...]]], rewards: Tensor) -> Tensor:
-        tasks = [task for task, samples in shares for _ in samples]
-        return compute_advantages(rewards, self.config.group_size, self.config.baseline, self.config.scale_rewards,
-                                  self.tracker, tasks)
-
-    def _part(self, task: str, samples: tuple[Sample, ...], rollouts: Rollouts, rewards: Tensor, advantages: Tensor,
-              components: pd.DataFrame) -> RolloutPart:
-        last = rollouts.completion_mask.sum(1, keepdim=True) - 1
-        clipped = rollouts.completion_ids.gather(1, last).squeeze(1) != end_token_id(self.tokenizer)
-        return RolloutPart(task, samples, rollouts, rewards, advantages.to(rollouts.logprobs.device),
-                           self._reference(rollouts), components, clipped)
-
-    @torch.no_grad()
-    def _reference(self, rollouts: Rollouts) -> Tensor | None:
-        if self.ref_model is None:
-            return None
-        return completion_logprobs(self.ref_model, rollouts.prompt_ids, rollouts.prompt_mask, rollouts.completion_ids,
-                                   rollouts.group_size, rollouts.temperature, rollouts.completion_mask, with_entropy=False)[0]
+        return Experience(parts, c.group_size, max(limits), self.num_tokens, seconds)
 
 # %% ../nbs/10_buffer.ipynb #2cc444e1
 def replay(

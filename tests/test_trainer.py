@@ -16,8 +16,8 @@ from rookworld_nb.model import GPT
 from rookworld_nb.positions import PromptMix, Sample
 from rookworld_nb.rewards import Scores
 from rookworld_nb.sampling import completion_logprobs
-from rookworld_nb.trainer import (FirstUpdateError, Trainer, TrainerConfig, build_optimizer, check_first_update, items_of,
-                                  lr_factor, micro_batches)
+from rookworld_nb.trainer import (FirstUpdateError, Trainer, TrainerConfig, accumulate_gradients, build_optimizer, check_first_update,
+                                  items_of, lr_factor, micro_batches)
 
 TASK = CountingTask()
 G = 4
@@ -206,10 +206,9 @@ def test_the_gradient_equals_that_of_one_padded_batch(base, loss_type):
     total.backward()
     expected = torch.cat([p.grad.flatten() for p in model.parameters()])
 
-    trainer = Trainer(copy.deepcopy(base).double(), config(loss_type=loss_type, kl=KLConfig(kl_coef=0.)))
-    trainer.step = 1
-    trainer._backward(experience, 0.)
-    found = torch.cat([p.grad.flatten() for p in trainer.model.parameters()])
+    split = copy.deepcopy(base).double()
+    accumulate_gradients(split, experience, config(loss_type=loss_type), kl_coef=0.)
+    found = torch.cat([p.grad.flatten() for p in split.parameters()])
     assert_close(found, expected, rtol=1e-4, atol=1e-6)  # the sampler's old log-probabilities are fp32
 
 
@@ -392,7 +391,7 @@ def test_one_bad_piece_of_many_is_enough(model):
 
 def test_a_skipped_step_is_logged(model, caplog):
     steps(Trainer(model, config()), collector(model, scorer=poisoned_rewards(math.nan)), 1)
-    assert 'step 1 skipped: loss nan' in caplog.text
+    assert 'step 1 skipped' in caplog.text
 
 
 # the learning rate
@@ -469,7 +468,7 @@ def test_the_run_ends_where_the_policy_diverges(model):
     assert trainer.diverged and 1 < len(rows) < 50 and rows[-1]['kl'] > .3 >= max(row['kl'] for row in rows[:-1])
     assert f'diverged at step {len(rows)}' in trainer.stop_reason and 'above 0.3' in trainer.stop_reason
     assert same(model, before) and trainer.skipped == 0
-    assert list(trainer.run(source)) == []
+    assert next(trainer.run(source), None) is None
 
 
 def test_the_control_acts_once_per_experience(model):
@@ -524,7 +523,7 @@ def test_nothing_is_collected_that_is_not_learned_from(model):
     for expected in ([0], [0, 1], [0, 1, 2]):
         next(run)
         assert numbers == expected
-    assert list(run) == [] and numbers == [0, 1, 2]
+    assert next(run, None) is None and numbers == [0, 1, 2]
 
 
 def test_closing_early_cleans_up_and_the_run_can_go_on(model):
