@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['OPENINGS', 'CENTRE', 'HOME_RANK', 'PIECE_MIX', 'Sample', 'DataError', 'read_lines', 'write_lines', 'shipped',
            'split_by_position', 'Position', 'opening_positions', 'development_weight', 'random_play', 'random_endgame',
-           'generate_positions', 'PromptMix']
+           'generate_positions', 'prompt_pools', 'Rounds', 'PromptMix']
 
 # %% ../nbs/04_positions.ipynb #8bbc9c47
 import gzip
@@ -116,25 +116,31 @@ def split_by_position(
 # %% ../nbs/04_positions.ipynb #f9e1de59
 #: Named openings in standard algebraic notation, one line of play each.
 OPENINGS = {
-    "Initial position": "", "King's Pawn": "e4", "Queen's Pawn": "d4", "Open Game": "e4 e5", "Sicilian Defence": "e4 c5",
-    "English Opening": "c4", "Réti Opening": "Nf3", "Bird Opening": "f4", "Larsen's Opening": "b3", "King's Fianchetto": "g3",
-    "French Defence": "e4 e6", "Caro-Kann Defence": "e4 c6", "Pirc Defence": "e4 d6 d4 Nf6", "Modern Defence": "e4 g6",
-    "Alekhine Defence": "e4 Nf6", "Scandinavian Defence": "e4 d5", "Nimzowitsch Defence": "e4 Nc6", "Owen Defence": "e4 b6",
-    "Ruy Lopez": "e4 e5 Nf3 Nc6 Bb5", "Morphy Defence": "e4 e5 Nf3 Nc6 Bb5 a6", "Berlin Defence": "e4 e5 Nf3 Nc6 Bb5 Nf6",
-    "Italian Game": "e4 e5 Nf3 Nc6 Bc4", "Giuoco Piano": "e4 e5 Nf3 Nc6 Bc4 Bc5", "Evans Gambit": "e4 e5 Nf3 Nc6 Bc4 Bc5 b4",
-    "Two Knights Defence": "e4 e5 Nf3 Nc6 Bc4 Nf6", "Scotch Game": "e4 e5 Nf3 Nc6 d4", "Four Knights": "e4 e5 Nf3 Nc6 Nc3 Nf6",
-    "Petrov Defence": "e4 e5 Nf3 Nf6", "Philidor Defence": "e4 e5 Nf3 d6", "Vienna Game": "e4 e5 Nc3", "King's Gambit": "e4 e5 f4",
-    "Bishop's Opening": "e4 e5 Bc4", "Centre Game": "e4 e5 d4 exd4 Qxd4", "Ponziani Opening": "e4 e5 Nf3 Nc6 c3",
+    "Initial position": "", "King's Pawn": "e4", "Queen's Pawn": "d4", "Open Game": "e4 e5",
+    "Sicilian Defence": "e4 c5", "English Opening": "c4", "Réti Opening": "Nf3", "Bird Opening": "f4",
+    "Larsen's Opening": "b3", "King's Fianchetto": "g3", "French Defence": "e4 e6", "Caro-Kann Defence": "e4 c6",
+    "Pirc Defence": "e4 d6 d4 Nf6", "Modern Defence": "e4 g6", "Alekhine Defence": "e4 Nf6",
+    "Scandinavian Defence": "e4 d5", "Nimzowitsch Defence": "e4 Nc6", "Owen Defence": "e4 b6",
+    "Ruy Lopez": "e4 e5 Nf3 Nc6 Bb5", "Morphy Defence": "e4 e5 Nf3 Nc6 Bb5 a6",
+    "Berlin Defence": "e4 e5 Nf3 Nc6 Bb5 Nf6", "Italian Game": "e4 e5 Nf3 Nc6 Bc4",
+    "Giuoco Piano": "e4 e5 Nf3 Nc6 Bc4 Bc5", "Evans Gambit": "e4 e5 Nf3 Nc6 Bc4 Bc5 b4",
+    "Two Knights Defence": "e4 e5 Nf3 Nc6 Bc4 Nf6", "Scotch Game": "e4 e5 Nf3 Nc6 d4",
+    "Four Knights": "e4 e5 Nf3 Nc6 Nc3 Nf6", "Petrov Defence": "e4 e5 Nf3 Nf6", "Philidor Defence": "e4 e5 Nf3 d6",
+    "Vienna Game": "e4 e5 Nc3", "King's Gambit": "e4 e5 f4", "Bishop's Opening": "e4 e5 Bc4",
+    "Centre Game": "e4 e5 d4 exd4 Qxd4", "Ponziani Opening": "e4 e5 Nf3 Nc6 c3",
     "Open Sicilian": "e4 c5 Nf3 d6 d4 cxd4 Nxd4", "Najdorf": "e4 c5 Nf3 d6 d4 cxd4 Nxd4 Nf6 Nc3 a6",
     "Dragon": "e4 c5 Nf3 d6 d4 cxd4 Nxd4 Nf6 Nc3 g6", "Sveshnikov": "e4 c5 Nf3 Nc6 d4 cxd4 Nxd4 Nf6 Nc3 e5",
     "Alapin Sicilian": "e4 c5 c3", "Closed Sicilian": "e4 c5 Nc3", "French Advance": "e4 e6 d4 d5 e5",
-    "Winawer French": "e4 e6 d4 d5 Nc3 Bb4", "Tarrasch French": "e4 e6 d4 d5 Nd2", "Caro-Kann Advance": "e4 c6 d4 d5 e5",
-    "Classical Caro-Kann": "e4 c6 d4 d5 Nc3 dxe4 Nxe4 Bf5", "Queen's Gambit": "d4 d5 c4", "Queen's Gambit Declined": "d4 d5 c4 e6",
-    "Queen's Gambit Accepted": "d4 d5 c4 dxc4", "Slav Defence": "d4 d5 c4 c6", "Semi-Slav": "d4 d5 c4 c6 Nf3 Nf6 Nc3 e6",
-    "London System": "d4 d5 Nf3 Nf6 Bf4", "Nimzo-Indian Defence": "d4 Nf6 c4 e6 Nc3 Bb4", "Queen's Indian Defence": "d4 Nf6 c4 e6 Nf3 b6",
-    "King's Indian Defence": "d4 Nf6 c4 g6 Nc3 Bg7 e4 d6", "Grünfeld Defence": "d4 Nf6 c4 g6 Nc3 d5", "Catalan Opening": "d4 Nf6 c4 e6 g3",
-    "Modern Benoni": "d4 Nf6 c4 c5 d5 e6", "Benko Gambit": "d4 Nf6 c4 c5 d5 b5", "Budapest Gambit": "d4 Nf6 c4 e5",
-    "Dutch Defence": "d4 f5", "Trompowsky Attack": "d4 Nf6 Bg5", "Symmetrical English": "c4 c5", "Reversed Sicilian": "c4 e5",
+    "Winawer French": "e4 e6 d4 d5 Nc3 Bb4", "Tarrasch French": "e4 e6 d4 d5 Nd2",
+    "Caro-Kann Advance": "e4 c6 d4 d5 e5", "Classical Caro-Kann": "e4 c6 d4 d5 Nc3 dxe4 Nxe4 Bf5",
+    "Queen's Gambit": "d4 d5 c4", "Queen's Gambit Declined": "d4 d5 c4 e6",
+    "Queen's Gambit Accepted": "d4 d5 c4 dxc4", "Slav Defence": "d4 d5 c4 c6",
+    "Semi-Slav": "d4 d5 c4 c6 Nf3 Nf6 Nc3 e6", "London System": "d4 d5 Nf3 Nf6 Bf4",
+    "Nimzo-Indian Defence": "d4 Nf6 c4 e6 Nc3 Bb4", "Queen's Indian Defence": "d4 Nf6 c4 e6 Nf3 b6",
+    "King's Indian Defence": "d4 Nf6 c4 g6 Nc3 Bg7 e4 d6", "Grünfeld Defence": "d4 Nf6 c4 g6 Nc3 d5",
+    "Catalan Opening": "d4 Nf6 c4 e6 g3", "Modern Benoni": "d4 Nf6 c4 c5 d5 e6", "Benko Gambit": "d4 Nf6 c4 c5 d5 b5",
+    "Budapest Gambit": "d4 Nf6 c4 e5", "Dutch Defence": "d4 f5", "Trompowsky Attack": "d4 Nf6 Bg5",
+    "Symmetrical English": "c4 c5", "Reversed Sicilian": "c4 e5",
 }
 
 # %% ../nbs/04_positions.ipynb #ba105a10
@@ -239,7 +245,8 @@ def generate_positions(
     rng, named = random.Random(seed), opening_positions()
     n_opening = n_endgame = round(.2*n)
     if n_opening > len(named):
-        raise DataError(f'n={n} needs {n_opening} distinct openings and {len(named)} are known: ask for at most {5*len(named)}')
+        raise DataError(f'n={n} needs {n_opening} distinct openings and {len(named)} are known: '
+                        f'ask for at most {5*len(named)}')
     finals, on_the_way = named[:len(OPENINGS)], named[len(OPENINGS):]
     positions = rng.sample(finals, min(n_opening, len(finals))) + rng.sample(on_the_way, max(0, n_opening-len(finals)))
     seen = {fen_key(position.fen) for position in positions}
@@ -256,11 +263,43 @@ def generate_positions(
     return positions + list(_distinct(endgame, 'endgame', n_endgame, seen))
 
 # %% ../nbs/04_positions.ipynb #efd052a9
+def prompt_pools(
+    samples: Iterable[Sample],  # P: and A: samples in any order
+    batch_positions: int,       # prompts in a batch, >= 1
+    mix_env_ratio: float,       # share of A: prompts, 0 to 1
+) -> dict[str, list[Sample]]:  # 'P' and 'A' -> the samples of that task
+    "Sort samples by task, or raise a DataError where the mix cannot be dealt from them."
+    samples = list(samples)
+    pools = {task: [sample for sample in samples if sample.task == task] for task in 'PA'}
+    if batch_positions < 1:
+        raise DataError(f'batch_positions={batch_positions}: a batch needs at least 1 prompt')
+    if not 0 <= mix_env_ratio <= 1:
+        raise DataError(f'mix_env_ratio={mix_env_ratio} is not a share between 0 and 1')
+    for task, share in (('P', 1-mix_env_ratio), ('A', mix_env_ratio)):
+        if share and not pools[task]:
+            raise DataError(f'mix_env_ratio={mix_env_ratio} asks for {task}: prompts and the data hold none')
+    return pools
+
+
+class Rounds:
+    "An endless stream over a list: it walks through a new shuffle in every round."
+
+    def __init__(
+        self,
+        pool: list[Sample],  # what to deal
+        seed: str,           # decides every shuffle
+    ):
+        self.pool, self.seed, self._shuffled = pool, seed, (-1, [])
+
+    def __getitem__(self, number: int) -> Sample:
+        turn, index = divmod(number, len(self.pool))
+        if self._shuffled[0] != turn:
+            self._shuffled = turn, random.Random(f'{self.seed} {turn}').sample(self.pool, len(self.pool))
+        return self._shuffled[1][index]
+
+# %% ../nbs/04_positions.ipynb #8fe295fb
 class PromptMix:
-    """Endless batches of prompts with an exact share of A: prompts.
-
-    Batch number k is a pure function of the samples, the seed and k, so that the position in the stream is one integer."""
-
+    "Endless batches with an exact share of A: prompts; batch k is a pure function of the samples, the seed and k."
     def __init__(
         self,
         samples: Iterable[Sample],     # P: and A: samples in any order
@@ -268,40 +307,21 @@ class PromptMix:
         mix_env_ratio: float = .2,     # share of A: prompts, 0 to 1; kept exactly over any run of batches
         seed: int = 0,                 # order of the prompts
     ):
-        samples = list(samples)
-        self.pools = {task: [sample for sample in samples if sample.task == task] for task in 'PA'}
-        if batch_positions < 1:
-            raise DataError(f'batch_positions={batch_positions}: a batch needs at least 1 prompt')
-        if not 0 <= mix_env_ratio <= 1:
-            raise DataError(f'mix_env_ratio={mix_env_ratio} is not a share between 0 and 1')
-        for task, share in (('P', 1-mix_env_ratio), ('A', mix_env_ratio)):
-            if share and not self.pools[task]:
-                raise DataError(f'mix_env_ratio={mix_env_ratio} asks for {task}: prompts and the data hold none')
-        self.batch_positions, self.mix_env_ratio, self.seed, self.drawn = batch_positions, mix_env_ratio, seed, 0
-        self._turns = {}
-
-    def _pick(self, task: str, start: int, stop: int) -> list[Sample]:
-        "Prompts number start..stop of a task's stream, which walks through a new shuffle in every round."
-        pool, picked = self.pools[task], []
-        for number in range(start, stop):
-            turn, index = divmod(number, len(pool))
-            if self._turns.get(task, (None,))[0] != turn:
-                order = random.Random(f'{self.seed} {task} {turn}').sample(range(len(pool)), len(pool))
-                self._turns[task] = turn, order
-            picked.append(pool[self._turns[task][1][index]])
-        return picked
+        pools = prompt_pools(samples, batch_positions, mix_env_ratio)
+        self.streams = {task: Rounds(pool, f'{seed} {task}') for task, pool in pools.items()}
+        self.batch_positions, self.mix_env_ratio, self.drawn = batch_positions, mix_env_ratio, 0
 
     def batch(
         self,
         k: int,  # number of the batch, >= 0
     ) -> list[Sample]:  # batch_positions samples, P: first
         "Batch number k of the stream."
-        env_start, env_stop = (math.floor(i*self.batch_positions*self.mix_env_ratio + 1e-9) for i in (k, k+1))
         start, stop = k*self.batch_positions, (k+1)*self.batch_positions
-        return self._pick('P', start-env_start, stop-env_stop) + self._pick('A', env_start, env_stop)
+        env_start, env_stop = (math.floor(n*self.mix_env_ratio + 1e-9) for n in (start, stop))
+        return ([self.streams['P'][number] for number in range(start-env_start, stop-env_stop)]
+                + [self.streams['A'][number] for number in range(env_start, env_stop)])
 
-    def __iter__(self):
-        return self
+    def __iter__(self): return self
 
     def __next__(self) -> list[Sample]:
         self.drawn += 1

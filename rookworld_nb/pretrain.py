@@ -8,8 +8,8 @@ __all__ = ['logger', 'EMPTY', 'SQUARES', 'PROMOTIONS', 'CASTLING', 'HEADS', 'TOK
            'board_tokenizer', 'labelled_game', 'policy_sample', 'make_policy_data', 'env_sample', 'move_kind',
            'illegal_move', 'cornered_king', 'bare_capture', 'find_kind', 'make_env_data', 'legal_list', 'Rows', 'pack',
            'batches', 'square_slots', 'token_weights', 'completion_loss', 'completion_mask', 'board_init_',
-           'PretrainError', 'PretrainConfig', 'train', 'validate', 'prepare', 'natural_env_sample', 'make_prompts',
-           'pretrain']
+           'PretrainError', 'PretrainConfig', 'batch_kinds', 'learning_rate', 'train', 'validate', 'prepare',
+           'natural_env_sample', 'make_prompts', 'pretrain']
 
 # %% ../nbs/15_pretrain.ipynb #2896c040
 import functools
@@ -198,7 +198,7 @@ def illegal_move(
     board: chess.Board,  # the position
     rng: random.Random,  # source of the choices
 ) -> str:  # UCI, not legal in the position
-    "An illegal move of one of five kinds: own piece anywhere, any two squares, the opponent's move, a blocked move, a king left in check."
+    "An illegal move: own piece anywhere, any two squares, the opponent's move, a blocked move, a king left in check."
     while True:
         kind = rng.randrange(5)
         own = list(chess.scan_forward(board.occupied_co[board.turn]))
@@ -216,7 +216,8 @@ def illegal_move(
             alone.set_piece_at(square, board.piece_at(square))
             pairs = [(square, target) for target in alone.attacks(square)]
         else:
-            pairs = [(move.from_square, move.to_square) for move in board.pseudo_legal_moves if not board.is_legal(move)]
+            wrong = [move for move in board.pseudo_legal_moves if not board.is_legal(move)]
+            pairs = [(move.from_square, move.to_square) for move in wrong]
         moves = [chess.Move(a, b) for a, b in pairs if a != b]
         moves = [move for move in moves if move not in board.legal_moves]
         if moves:
@@ -246,6 +247,9 @@ def cornered_king(
         if board.is_valid() and not board.is_game_over():
             return board
 
+# %% ../nbs/15_pretrain.ipynb #7b016c36
+PIECES = (chess.PAWN, chess.KNIGHT, chess.BISHOP, chess.ROOK, chess.QUEEN)
+
 
 def bare_capture(
     rng: random.Random,  # source of the choices
@@ -264,12 +268,10 @@ def bare_capture(
         if board.is_valid() and not board.is_game_over():
             return board
 
-
-PIECES = (chess.PAWN, chess.KNIGHT, chess.BISHOP, chess.ROOK, chess.QUEEN)
-
-# %% ../nbs/15_pretrain.ipynb #7b016c36
+# %% ../nbs/15_pretrain.ipynb #6aa04792
 #: Share of each kind among the A: samples; what is left is 'ordinary'.
-ENV_SHARES = {'illegal': .15, 'mate': .10, 'check': .04, 'draw': .06, 'castling': .04, 'en_passant': .03, 'promotion': .05}
+ENV_SHARES = {'illegal': .15, 'mate': .10, 'check': .04, 'draw': .06, 
+              'castling': .04, 'en_passant': .03, 'promotion': .05}
 
 
 def find_kind(
@@ -296,7 +298,7 @@ def find_kind(
         if moves:
             return env_sample(board.fen(), rng.choice(moves).uci())
 
-
+# %% ../nbs/15_pretrain.ipynb #4fb6da09
 def _may_be(kind: str, board: chess.Board, move: chess.Move) -> bool:
     "A cheap look at a move that rules most moves out."
     looks = {'mate': board.gives_check, 'check': board.gives_check, 'castling': board.is_castling,
@@ -329,7 +331,8 @@ def _ordinary(fen: str, rng: random.Random) -> Sample:
     "Any legal move, captures and pawn moves a little likelier."
     board = chess.Board(fen)
     moves = list(board.legal_moves)
-    weights = [1. + 1.5*board.is_capture(move) + .7*(board.piece_type_at(move.from_square) == chess.PAWN) for move in moves]
+    pawns = [board.piece_type_at(move.from_square) == chess.PAWN for move in moves]
+    weights = [1. + 1.5*board.is_capture(move) + .7*pawn for move, pawn in zip(moves, pawns)]
     return env_sample(fen, rng.choices(moves, weights)[0].uci())
 
 
@@ -395,13 +398,15 @@ def pack(
     for start in range(0, len(pairs), 10_000):
         part = pairs[start:start + 10_000]
         texts = tokenizer.encode_batch([prompt + completion for prompt, completion in part])
-        rows += [text.ids + [end] for (prompt, _), text in zip(part, texts) if text.offsets[n_prompt-1][1] == len(prompt)]
+        rows += [text.ids + [end] for (prompt, _), text in zip(part, texts)
+                 if text.offsets[n_prompt-1][1] == len(prompt)]
     if len(rows) < len(pairs):
-        logger.warning('%s: %d of %d rows left out: their prompts have another length', kind, len(pairs)-len(rows), len(pairs))
+        logger.warning('%s: %d of %d rows left out: their prompts have another length',
+                       kind, len(pairs)-len(rows), len(pairs))
     offsets = np.cumsum([0] + [len(row) for row in rows])
     return Rows(kind, np.fromiter((i for row in rows for i in row), np.int16, offsets[-1]), offsets)
 
-
+# %% ../nbs/15_pretrain.ipynb #0b48efd5
 def batches(
     rows: Rows,         # the rows to deal
     tokens: int,        # about how many tokens a batch shall have, padding included
@@ -414,12 +419,13 @@ def batches(
         rng = np.random.default_rng([seed, epoch])
         order = rng.permutation(len(rows))
         windows = np.array_split(order, max(1, len(rows)//2048))
-        dealt = [batch for window in windows for batch in _by_length(window[np.argsort(lengths[window], kind='stable')], lengths, tokens)]
+        ordered = [window[np.argsort(lengths[window], kind='stable')] for window in windows]
+        dealt = [batch for window in ordered for batch in _by_length(window, lengths, tokens)]
         picks = rng.permutation(len(dealt))
         yield from (dealt[i] for i in picks[start:])
         start, epoch = max(0, start - len(dealt)), epoch + 1
 
-
+# %% ../nbs/15_pretrain.ipynb #ecdbe915
 def _by_length(ordered: np.ndarray, lengths: np.ndarray, tokens: int) -> Iterator[np.ndarray]:
     "Cut rows sorted by length into batches of at most `tokens` padded tokens."
     first = 0
@@ -467,7 +473,7 @@ def completion_loss(
     model: GPT,      # the model
     ids: Tensor,     # (B, T) rows padded on the right
     n_prompt: int,   # prompt tokens of every row
-) -> tuple[Tensor, Tensor]:  # (B, Tc) nats per completion token; (B, Tc) bool, whether the model's first choice is right
+) -> tuple[Tensor, Tensor]:  # (B, Tc) nats per completion token; (B, Tc) bool, first choice right
     "Cross entropy of the completion tokens, each prompt read once."
     prefix = model.prefill(ids[:, :n_prompt])
     rest = model.extend(ids[:, n_prompt:-1], prefix)
@@ -494,7 +500,7 @@ def board_init_(
     seed: int = 0,         # of the codes
     std: float = .02,      # size of the codes; a tenth less regular noise lies on top
 ) -> None:
-    "Give everything that stands for a square, position slots and move tokens alike, the sum of a rank code and a file code."
+    "Give everything that stands for a square, slots and move tokens alike, the sum of a rank code and a file code."
     generator = torch.Generator().manual_seed(seed)
 
     def code(n):
@@ -526,9 +532,9 @@ class PretrainError(ValueError):
 @dataclass(frozen=True)
 class PretrainConfig:
     "Everything that decides what `rookworld pretrain` makes."
-    output_dir: str = 'runs/pretrain'  # folder for data, checkpoints, log and the finished model; a second start goes on there
+    output_dir: str = 'runs/pretrain'  # folder for data, checkpoints and the model; a second start goes on there
     steps: int = 3000          # optimiser steps
-    shards: int = 60           # shards of P: and of A: data to learn from; eight more are kept for held-out data and prompts
+    shards: int = 60           # shards of P: and of A: data to learn from; eight more are kept apart
     policy_shard: int = 2000   # P: positions in a shard
     env_shard: int = 800       # A: samples in a shard
     nodes: int = 1000          # Stockfish nodes for a P: label
@@ -553,24 +559,28 @@ class PretrainConfig:
             if getattr(self, name) < 1:
                 raise PretrainError(f'--{name.replace("_", "-")} {getattr(self, name)}: must be at least 1')
         if not 0 <= self.env_share + self.legal_share < 1:
-            raise PretrainError(f'--env-share {self.env_share} and --legal-share {self.legal_share} leave nothing for P: rows')
+            raise PretrainError(f'--env-share {self.env_share} and --legal-share {self.legal_share} '
+                                'leave nothing for P: rows')
 
-    def kinds(
-        self,
-        step: int,  # 0 ... steps-1
-    ) -> list[str]:  # 'P', 'A' or 'L' for every batch of the step; a function of the seed and the step
-        "What a step learns from: A: is learned early, so its share halves over the run."
-        progress = step/self.steps
-        env, legal = self.env_share*(1 - progress/2), self.legal_share*(1 - progress*2/3)
-        return random.Random(f'{self.seed} {step}').choices('PAL', (1 - env - legal, env, legal), k=self.batches_per_step)
+# %% ../nbs/15_pretrain.ipynb #51169044
+def batch_kinds(
+    config: PretrainConfig,  # shares, steps, seed
+    step: int,               # 0 ... steps-1
+) -> list[str]:  # 'P', 'A' or 'L' for every batch of the step; a function of the seed and the step
+    "What a step learns from: A: is learned early, so its share halves over the run."
+    progress = step/config.steps
+    env, legal = config.env_share*(1 - progress/2), config.legal_share*(1 - progress*2/3)
+    chances = (1 - env - legal, env, legal)
+    return random.Random(f'{config.seed} {step}').choices('PAL', chances, k=config.batches_per_step)
 
-    def learning_rate(
-        self,
-        step: int,  # 0 ... steps-1
-    ) -> float:  # per step
-        "Warm-up, a plateau, a linear fall to 2 %."
-        fall = min(1., (self.steps - step)/(self.decay_share*self.steps))
-        return self.lr*min(1., (step + 1)/self.warmup_steps)*(.02 + .98*fall)
+
+def learning_rate(
+    config: PretrainConfig,  # lr, warmup_steps, decay_share, steps
+    step: int,               # 0 ... steps-1
+) -> float:  # per step
+    "Warm-up, a plateau, a linear fall to 2 %."
+    fall = min(1., (config.steps - step)/(config.decay_share*config.steps))
+    return config.lr*min(1., (step + 1)/config.warmup_steps)*(.02 + .98*fall)
 
 # %% ../nbs/15_pretrain.ipynb #3fe4b8a7
 class _Learner:
@@ -619,8 +629,8 @@ def _losses(learner: _Learner, kind: str, ids: Tensor) -> tuple[Tensor, dict[str
 def _train_step(learner: _Learner, streams: dict[str, Iterator[Tensor]]) -> dict[str, float]:
     "One optimiser step over one batch of every kind."
     config, step = learner.config, learner.step
-    row = {'step': step + 1, 'lr': config.learning_rate(step), 'tokens': 0}
-    for kind in config.kinds(step):
+    row = {'step': step + 1, 'lr': learning_rate(config, step), 'tokens': 0}
+    for kind in batch_kinds(config, step):
         ids = next(streams[kind])
         learner.drawn[kind] += 1
         loss, figures = _losses(learner, kind, ids)
@@ -672,7 +682,8 @@ def _load_checkpoint(path: Path, config: PretrainConfig) -> dict:
     free = ('steps', 'output_dir', 'processes', 'threads', 'save_every')    # may change when a run is gone on with
     differing = [name for name, value in asdict(config).items() if name not in free and state['config'][name] != value]
     if differing:
-        raise PretrainError(f'{path.parent} holds a run with another {", ".join(differing)}: give the same, or another --output-dir')
+        raise PretrainError(f'{path.parent} holds a run with another {", ".join(differing)}: '
+                            'give the same, or another --output-dir')
     return state
 
 # %% ../nbs/15_pretrain.ipynb #4d7c0a38
@@ -706,11 +717,12 @@ def prepare(
     tokenizer: Tokenizer,    # nano's
 ) -> tuple[dict[str, Rows], dict[str, Rows]]:  # rows to learn from, 200 held-out rows a kind; no position in both
     "Make what data is missing and tokenize it; the result is kept in `rows.npz`."
-    folder, made_of = Path(config.output_dir), (config.shards, config.policy_shard, config.env_shard, config.nodes, config.seed)
+    folder = Path(config.output_dir)
+    made_of = (config.shards, config.policy_shard, config.env_shard, config.nodes, config.seed)
     cache = folder/'rows.npz'
     if cache.exists() and tuple((stored := np.load(cache))['made_of']) == made_of:
-        return tuple({kind: Rows(kind, stored[f'{part} {kind} ids'], stored[f'{part} {kind} offsets']) for kind in 'PAL'}
-                     for part in ('train', 'held'))
+        return tuple({kind: Rows(kind, stored[f'{part} {kind} ids'], stored[f'{part} {kind} offsets'])
+                      for kind in 'PAL'} for part in ('train', 'held'))
     train_files, held_files = (
         make_policy_data(folder/name, shards, config.policy_shard, config.nodes, seed, config.processes)
         + make_env_data(folder/name, shards, config.env_shard, seed, config.processes)
@@ -718,7 +730,8 @@ def prepare(
     held = [sample for file in held_files for sample in read_lines(file)[0]]
     taken = {fen_key(sample.fen) for sample in held}
     samples = [sample for file in train_files for sample in read_lines(file)[0] if fen_key(sample.fen) not in taken]
-    parts = {'train': _rows(samples, tokenizer), 'held': {k: rows.first(200) for k, rows in _rows(held[:2000] + held[-2000:], tokenizer).items()}}
+    held_rows = _rows(held[:2000] + held[-2000:], tokenizer)
+    parts = {'train': _rows(samples, tokenizer), 'held': {kind: rows.first(200) for kind, rows in held_rows.items()}}
     np.savez(cache, made_of=made_of, **{f'{part} {kind} {name}': getattr(rows, name) for part, kinds in parts.items()
                                         for kind, rows in kinds.items() for name in ('ids', 'offsets')})
     return parts['train'], parts['held']
@@ -745,7 +758,7 @@ def make_prompts(
     nodes: int = 10_000,       # Stockfish nodes for the held-out labels; the training prompts keep theirs
     n_policy: int = 10_000,    # P: prompts to train on
     n_env: int = 4_800,        # A: prompts to train on, rare kinds included
-    n_heldout: int = 1_000,    # held-out P: positions; half as many natural A: moves and 300 from the mix with rare kinds
+    n_heldout: int = 1_000,    # held-out P: positions; half as many natural A: moves, 300 from the mix
     seed: int = 0,             # of the choices
 ) -> tuple[list[Sample], list[Sample]]:  # prompts for reinforcement learning, held-out samples; disjoint by position
     "Choose prompts and held-out samples from the shards that pre-training never saw."
@@ -757,7 +770,8 @@ def make_prompts(
     positions = rng.sample(pools['P', 'held'], n_heldout + n_heldout//2)
     with Stockfish(nodes=nodes) as engine:
         held = [policy_sample(sample.fen, engine.analyse(sample.fen), rng) for sample in positions[:n_heldout]]
-    env = [natural_env_sample(sample, rng) for sample in positions[n_heldout:]] + rng.sample(pools['A', 'held'], min(300, len(pools['A', 'held'])))
+    env = [natural_env_sample(sample, rng) for sample in positions[n_heldout:]]
+    env += rng.sample(pools['A', 'held'], min(300, len(pools['A', 'held'])))
     held += rng.sample(env, len(env))
     taken = {fen_key(sample.fen) for sample in held}
     train = [sample for task, n in (('P', n_policy), ('A', n_env))
@@ -778,8 +792,9 @@ def pretrain(
             log.write(json.dumps(row) + '\n')
             log.flush()
             if 'heldout/P/loss' in row:
-                logger.info('step %d of %d: held-out nats a token P %.3f, A %.3f; whole A answers right %.3f', row['step'],
-                            config.steps, row['heldout/P/loss'], row['heldout/A/loss'], row['heldout/A/all_right'])
+                logger.info('step %d of %d: held-out nats a token P %.3f, A %.3f; whole A answers right %.3f',
+                            row['step'], config.steps, row['heldout/P/loss'], row['heldout/A/loss'],
+                            row['heldout/A/all_right'])
     model, tokenizer = load_pretrained(str(folder/'model'))
     save_pretrained(model, tokenizer, folder/'nano', dtype=torch.float16)
     for name, samples in zip(('train', 'heldout'), make_prompts(folder)):
