@@ -474,10 +474,8 @@ def completion_loss(
     ids: Tensor,     # (B, T) rows padded on the right
     n_prompt: int,   # prompt tokens of every row
 ) -> tuple[Tensor, Tensor]:  # (B, Tc) nats per completion token; (B, Tc) bool, first choice right
-    "Cross entropy of the completion tokens, each prompt read once."
-    prefix = model.prefill(ids[:, :n_prompt])
-    rest = model.extend(ids[:, n_prompt:-1], prefix)
-    logits = model.logits(torch.cat([prefix.last_hidden[:, None], rest], 1))
+    "Cross entropy of the completion tokens alone: the prompt is given."
+    logits = model.logits(model.hidden(ids[:, :-1])[:, n_prompt-1:])
     target = ids[:, n_prompt:]
     loss = F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction='none').view(target.shape)
     return loss, logits.detach().argmax(-1) == target
@@ -533,8 +531,8 @@ class PretrainError(ValueError):
 class PretrainConfig:
     "Everything that decides what `rookworld pretrain` makes."
     output_dir: str = 'runs/pretrain'  # folder for data, checkpoints and the model; a second start goes on there
-    steps: int = 3000          # optimiser steps
-    shards: int = 60           # shards of P: and of A: data to learn from; eight more are kept apart
+    steps: int = 12_000        # optimiser steps
+    shards: int = 150          # shards of P: and of A: data to learn from; eight more are kept apart
     policy_shard: int = 2000   # P: positions in a shard
     env_shard: int = 800       # A: samples in a shard
     nodes: int = 1000          # Stockfish nodes for a P: label
