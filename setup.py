@@ -17,6 +17,7 @@ setuptools.setup(
     long_description=(HERE/'README.md').read_text(encoding='utf-8'), long_description_content_type='text/markdown',
     packages=[library], package_data={library: ['assets/*', 'assets/nano/*', 'py.typed']},
     install_requires=settings['requirements'].split(),
-    extras_require={extra: settings[f'{extra}_requirements'].split() for extra in ('notebook', 'hub', 'dev')},
+    extras_require={extra: settings[f'{extra}_requirements'].split()
+                    for extra in ('notebook', 'hub', 'tensorboard', 'wandb', 'parity', 'dev')},
     entry_points={'console_scripts': [settings['console_scripts']]},
     zip_safe=False)

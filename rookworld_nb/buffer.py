@@ -4,14 +4,18 @@
 
 # %% auto #0
 __all__ = ['CountingTask', 'counting_policy', 'RolloutPart', 'Experience', 'reward_metrics', 'component_metrics',
-           'completion_metrics', 'CollectorConfig', 'by_task', 'without_end', 'reference_logprobs', 'assemble',
-           'Collector', 'replay']
+           'completion_metrics', 'CollectorConfig', 'by_task', 'without_end', 'ask_reference', 'assemble', 'priced',
+           'Collector', 'BufferConfig', 'StoredGroup', 'put_together', 'tied_groups', 'stored_groups', 'next_groups',
+           'GroupStore', 'RolloutBuffer', 'part_state', 'part_from', 'experience_state', 'collector_state',
+           'restore_collector', 'buffer_state', 'restore_buffer']
 
 # %% ../nbs/10_buffer.ipynb #e1cdbd24
+import random
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
+from typing import Any
 
 import pandas as pd
 import torch
@@ -21,11 +25,11 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from torch import Tensor, nn
 
 from .grpo import BASELINES, REWARD_SCALES, EMATracker, compute_advantages
-from .kl import SettingError, check_option
+from .kl import SAMPLED_KL, SettingError, check_option, per_token_kl
 from .model import GPT, GPTConfig
 from .positions import Sample
 from .rewards import Scores
-from .sampling import Rollouts, completion_logprobs
+from .sampling import Rollouts, completion_hidden, hidden_logprobs
 from .sampling import sample as sample_completions
 from .weights import END_TOKEN, end_token_id
 
@@ -106,8 +110,10 @@ class RolloutPart:
     rewards: Tensor             # (N,) fp32, what the optimiser is told
     advantages: Tensor          # (N,) fp32
     ref_logprobs: Tensor | None # (N, T) fp32 nats under the frozen reference; None without one
+    ref_hidden: Tensor | None   # (N, T, D) its hidden states, kept where an exact KL needs them
     components: pd.DataFrame    # N rows: task, a column per reward component, raw, reward before any normalisation
     clipped: Tensor             # (N,) bool, True where the completion was cut off before its end token
+    loss_mask: Tensor           # (N, T) bool, the tokens that are trained
 
     @property
     def lengths(self) -> Tensor:
@@ -120,6 +126,28 @@ class RolloutPart:
         prompts = self.rollouts.prompt_mask.sum()*self.rollouts.group_size
         return int(prompts + self.lengths.sum())
 
+    def take(
+        self,
+        prompts: Sequence[int], # numbers among the B prompts
+    ) -> 'RolloutPart':         # the groups of these prompts, in this order
+        "Some of the groups; nothing is computed again."
+        at, size = torch.tensor(prompts, dtype=torch.int64), self.rollouts.group_size
+        rows = (at[:, None]*size + torch.arange(size)).flatten()
+        rollouts = {f.name: _picked(getattr(self.rollouts, f.name), at if f.name.startswith('prompt') else rows)
+                    for f in fields(Rollouts)}
+        own = {f.name: _picked(getattr(self, f.name), at if f.name == 'samples' else rows)
+               for f in fields(self) if f.name != 'rollouts'}
+        return RolloutPart(rollouts=Rollouts(**rollouts), **own)
+
+# %% ../nbs/10_buffer.ipynb #091423c1
+def _picked(value: Any, rows: Tensor) -> Any:
+    "Some rows of whatever has rows."
+    if isinstance(value, Tensor):
+        return value[rows.to(value.device)]
+    if isinstance(value, pd.DataFrame):
+        return value.iloc[rows.tolist()].reset_index(drop=True)
+    return type(value)(value[row] for row in rows.tolist()) if isinstance(value, list | tuple) else value
+
 # %% ../nbs/10_buffer.ipynb #3430e635
 @dataclass(frozen=True)
 class Experience:
@@ -129,6 +157,9 @@ class Experience:
     max_completion_length: int     # tokens a completion of any part may have had
     num_tokens: int                # tokens collected so far in this run, prompts included, this batch too
     gen_seconds: float             # wall time that sampling took
+    number: int = 1                # the how manieth collection of the run this is
+    kl_penalty: float = 0.         # mean of what was taken from a reward for its KL to the reference
+    measured: Mapping[str, float] | None = None # a minibatch: the metrics of the newest collection and of the buffer
 
     @cached_property
     def table(self) -> pd.DataFrame:
@@ -147,21 +178,24 @@ class Experience:
 
     def metrics(self) -> dict[str, float]:
         "What a dashboard shows of this batch, by its usual names; worked out once, handed out as a copy."
-        return dict(self._metrics)
+        return dict(self._metrics if self.measured is None else self.measured)
 
 # %% ../nbs/10_buffer.ipynb #e07ec11c
 def reward_metrics(
     experience: Experience,  # a scored batch
 ) -> dict[str, float]:
-    "Rewards before any normalisation: over everything, inside the groups, and by task."
+    "Rewards before any normalisation: over everything that was judged, inside the groups, and by task."
     table, size = experience.table, experience.group_size
-    rewards = torch.tensor(table['reward'].to_numpy(), dtype=torch.float64)
-    groups = rewards.view(-1, size)
+    rewards, judged = (torch.tensor(table[name].to_numpy(), dtype=torch.float64) for name in ('reward', 'raw'))
+    groups, judged = rewards.view(-1, size), judged.isfinite()
+    rewards = rewards[judged] if judged.any() else rewards
     low, high = rewards.quantile(torch.tensor([.25, .75], dtype=torch.float64)).tolist()
-    by_task = {f'task_{task}/reward': float(mean) for task, mean in table.groupby('task')['reward'].mean().items()}
+    means = table[judged.numpy()].groupby('task')['reward'].mean()
+    by_task = {f'task_{task}/reward': float(mean) for task, mean in means.items()}
     return {'reward': float(rewards.mean()), 'reward_std': float(groups.std(1).mean()),
             'reward_25pct': low, 'reward_75pct': high,
             'frac_reward_zero_std': float((groups == groups[:, :1]).all(1).double().mean()),
+            'completions/unjudged': float((~judged).double().mean()),
             **by_task, 'task_P/fraction': float((table['task'] == 'P').mean())}
 
 
@@ -187,7 +221,7 @@ def completion_metrics(
     clipped = torch.cat([part.clipped for part in experience.parts])
     return {'completions/mean_length': float(lengths.double().mean()), 'completions/min_length': float(lengths.min()),
             'completions/max_length': float(lengths.max()), 'completions/clipped_ratio': float(clipped.double().mean()),
-            'num_tokens': float(experience.num_tokens),
+            'num_tokens': float(experience.num_tokens), 'kl_penalty': experience.kl_penalty,
             'perf/gen_tok_s': float(lengths.sum())/max(experience.gen_seconds, 1e-9)}
 
 # %% ../nbs/10_buffer.ipynb #a3c111a0
@@ -200,10 +234,14 @@ class CollectorConfig:
     max_new_tokens_env: int = 144     # longest A: completion, in tokens
     baseline: str = 'group_mean'      # what a reward is compared with: group_mean | ema | adaptive | leave_one_out
     scale_rewards: str = 'group'      # what the difference is divided by: group | batch | none
+    mask_truncated: bool = False      # completions that were cut off train nothing
+    penalty_estimator: str = 'kl1'    # of the KL that is taken from the rewards, where it is: kl1 | kl2 | kl3
+    keep_ref_hidden: bool = False     # keep the reference's hidden states: an exact KL needs them
     seed: int = 0                     # of the sampler's random numbers
 
     def __post_init__(self) -> None:
         check_option('baseline', self.baseline, BASELINES)
+        check_option('penalty_estimator', self.penalty_estimator, SAMPLED_KL)
         check_option('scale_rewards', self.scale_rewards, REWARD_SCALES)
         for name, least in (('group_size', 2), ('max_new_tokens_policy', 1), ('max_new_tokens_env', 1)):
             if getattr(self, name) < least:
@@ -228,18 +266,23 @@ def without_end(
     last = rollouts.completion_mask.sum(1, keepdim=True) - 1
     return rollouts.completion_ids.gather(1, last).squeeze(1) != end_id
 
-
+# %% ../nbs/10_buffer.ipynb #a39d9fe3
 @torch.no_grad()
-def reference_logprobs(
-    ref_model: GPT | None, # the frozen reference
-    rollouts: Rollouts,    # N completions
-) -> Tensor | None:        # (N, T) fp32 nats; None without a reference
+def ask_reference(
+    ref_model: GPT | None,  # the frozen reference
+    rollouts: Rollouts,     # N completions
+    with_hidden: bool,      # also its hidden states
+) -> tuple[Tensor | None, Tensor | None]: # (N, T) fp32 nats and (N, T, D); None where there is no such thing
     "What the reference thinks of sampled tokens, at the temperature that they were sampled with."
     if ref_model is None:
-        return None
-    r = rollouts
-    return completion_logprobs(ref_model, r.prompt_ids, r.prompt_mask, r.completion_ids, r.group_size, r.temperature,
-                               r.completion_mask, with_entropy=False)[0]
+        return None, None
+    r, mask = rollouts, rollouts.completion_mask
+    hidden = completion_hidden(ref_model, r.prompt_ids, r.prompt_mask, r.completion_ids, mask, r.group_size)
+    logprobs, _ = hidden_logprobs(ref_model, hidden, r.completion_ids, r.temperature, mask, with_entropy=False)
+    dense = hidden.new_zeros(*mask.shape, hidden.shape[1]) if with_hidden else None
+    if with_hidden:
+        dense[mask] = hidden
+    return logprobs, dense
 
 # %% ../nbs/10_buffer.ipynb #9d14b0d2
 def assemble(
@@ -247,19 +290,37 @@ def assemble(
     rollouts: Sequence[Rollouts],         # their completions
     scores: Scores,                       # of all completions, part after part
     advantages: Tensor,                   # likewise
-    references: Sequence[Tensor | None],  # reference log-probabilities of each part
+    references: Sequence[tuple],          # log-probabilities and hidden states of the reference, for each part
     end_id: int,                          # the end token
+    mask_truncated: bool = False,         # leave completions that were cut off out of the loss
 ) -> tuple[RolloutPart, ...]:             # one for each share
     "Put together what belongs to each task."
     parts, end = [], 0
     for share, done, reference in zip(shares, rollouts, references, strict=True):
         rows, end = slice(end, end + len(done.texts)), end + len(done.texts)
-        advantage = advantages[rows].to(done.logprobs.device)
-        parts.append(RolloutPart(share[0].task, share, done, scores.rewards[rows], advantage, reference,
-                                 scores.components[rows], without_end(done, end_id)))
+        advantage, clipped = advantages[rows].to(done.logprobs.device), without_end(done, end_id)
+        trained = done.completion_mask & ~clipped[:, None] if mask_truncated else done.completion_mask
+        parts.append(RolloutPart(share[0].task, share, done, scores.rewards[rows], advantage, *reference,
+                                 scores.components[rows].reset_index(drop=True), clipped, trained))
     return tuple(parts)
 
 # %% ../nbs/10_buffer.ipynb #ddf6a522
+def priced(
+    scores: Scores,                # of all completions, part after part
+    rollouts: Sequence[Rollouts],  # the completions of each part
+    references: Sequence[tuple],   # log-probabilities and hidden states of the reference, for each part
+    estimator: str,                # of the KL of a token: kl1 | kl2 | kl3
+    weight: float,                 # reward that a nat costs
+) -> tuple[Scores, float]:         # the scores with lower rewards; what was taken from a reward, on average
+    "Take the KL of each completion, summed over its tokens, from its reward."
+    if references[0][0] is None:
+        raise SettingError('a KL taken from the rewards needs a reference, and there is none')
+    kl = [(per_token_kl(done.logprobs, reference[0], estimator)*done.completion_mask).sum(1).cpu()
+          for done, reference in zip(rollouts, references)]
+    price = weight*torch.cat(kl)
+    return replace(scores, rewards=scores.rewards - price), float(price.mean())
+
+# %% ../nbs/10_buffer.ipynb #8c73b49f
 class Collector:
     "An iterator of experiences: each `next` samples with the weights of that moment, scores, asks the reference once."
     def __init__(
@@ -270,10 +331,12 @@ class Collector:
         prompts: Iterable[list[Sample]],   # batches of prompts, the tasks mixed as they come; a `PromptMix`
         scorer: Callable[..., Scores],     # (prompts, completions, targets) -> Scores; a `RewardScorer`
         config: CollectorConfig = CollectorConfig(), # group size, temperature, limits, advantages
+        penalty: Callable[[], float] | None = None,  # weight of the KL that is taken from the rewards; None: it is not
     ) -> None:
         self.model, self.ref_model, self.tokenizer, self.scorer = model, ref_model, tokenizer, scorer
-        self.prompts, self.config, self.num_tokens = iter(prompts), config, 0
+        self.prompts, self.config, self.penalty = iter(prompts), config, penalty
         self.tracker, self.generator = EMATracker(), torch.Generator().manual_seed(config.seed)
+        self.num_tokens = self.collected = 0
 
     def __iter__(self) -> Iterator[Experience]:
         return self
@@ -283,24 +346,238 @@ class Collector:
         limits = [c.max_new_tokens_policy if share[0].task == 'P' else c.max_new_tokens_env for share in shares]
         rollouts = [sample_completions(self.model, self.tokenizer, [s.prompt for s in share], c.group_size, limit,
                                        c.temperature, self.generator) for share, limit in zip(shares, limits)]
-        seconds = time.perf_counter() - start
-        samples = [sample for share in shares for sample in share]
-        rows = [sample for sample in samples for _ in range(c.group_size)]
+        seconds, samples = time.perf_counter() - start, [sample for share in shares for sample in share]
+        rows, paid = [sample for sample in samples for _ in range(c.group_size)], 0.
         scores = self.scorer([s.prompt for s in rows], [text for done in rollouts for text in done.texts],
                              [s.completion or None for s in rows])
+        references = [ask_reference(self.ref_model, done, c.keep_ref_hidden) for done in rollouts]
+        if self.penalty is not None:
+            scores, paid = priced(scores, rollouts, references, c.penalty_estimator, self.penalty())
         advantages = compute_advantages(scores.rewards, c.group_size, c.baseline, c.scale_rewards, self.tracker,
                                         [sample.task for sample in samples])
-        references = [reference_logprobs(self.ref_model, done) for done in rollouts]
-        parts = assemble(shares, rollouts, scores, advantages, references, end_token_id(self.tokenizer))
-        self.num_tokens += sum(part.num_tokens for part in parts)
-        return Experience(parts, c.group_size, max(limits), self.num_tokens, seconds)
+        end_id = end_token_id(self.tokenizer)
+        parts = assemble(shares, rollouts, scores, advantages, references, end_id, c.mask_truncated)
+        self.num_tokens, self.collected = self.num_tokens + sum(part.num_tokens for part in parts), self.collected + 1
+        return Experience(parts, c.group_size, max(limits), self.num_tokens, seconds, self.collected, paid)
 
 # %% ../nbs/10_buffer.ipynb #2cc444e1
-def replay(
-    experiences: Iterable[Experience], # asked for the next one only after the last replay of the one before
-    replays: int = 2,                  # how often each is handed out in a row; 1 is on-policy
-) -> Iterator[Experience]:             # the same objects, not copies
-    "Hand out every experience several times."
-    if not isinstance(replays, int) or replays < 1:
-        raise SettingError(f'replays={replays!r} must be a whole number of at least 1')
-    return (experience for experience in experiences for _ in range(replays))
+@dataclass(frozen=True)
+class BufferConfig:
+    "What is kept of the experiences, for how long, and how it is dealt out."
+    replays: int = 2                  # optimiser steps that each group takes part in
+    capacity: int = 1                 # collections that there is room for
+    minibatch_positions: int | None = None # groups an optimiser step learns from; None: as many as a collection has
+    fresh_share: float = 0.25         # collect when a smaller share of the stored groups is unused, 0 to 1
+    max_age: int | None = None        # optimiser steps after which a group is dropped, whatever its use; None: never
+    drop_tied: bool = False           # do not store groups whose rewards are all equal, unless all of them are
+    seed: int = 0                     # of the order
+
+    def __post_init__(self) -> None:
+        for name in ('replays', 'capacity', 'minibatch_positions', 'max_age'):
+            value = getattr(self, name)
+            if value is None and name in ('minibatch_positions', 'max_age'):
+                continue
+            if not isinstance(value, int) or value < 1:
+                raise SettingError(f'{name}={value!r} must be a whole number of at least 1')
+        if not 0 <= self.fresh_share <= 1:
+            raise SettingError(f'fresh_share={self.fresh_share} is not a share between 0 and 1')
+
+
+@dataclass
+class StoredGroup:
+    "Where a group lies, and what has become of it."
+    experience: int  # number of the collection
+    part: int        # of that experience
+    prompt: int      # of that part
+    born: int        # minibatches dealt before it was collected
+    due: int         # the pass through the buffer in which it is dealt next
+    uses: int = 0    # minibatches it has been part of
+
+# %% ../nbs/10_buffer.ipynb #22082cb1
+def put_together(
+    experiences: Mapping[int, Experience], # the stored collections by number
+    groups: Sequence[StoredGroup],         # the groups wanted, sorted by place
+    measured: Mapping[str, float],         # the metrics that the minibatch shall report
+) -> Experience:                           # with a part for every part of a collection that has a group here
+    "Make a minibatch of groups."
+    chosen = {}
+    for group in groups:
+        chosen.setdefault((group.experience, group.part), []).append(group.prompt)
+    parts = [experiences[number].parts[place] for number, place in chosen]
+    parts = [part if prompts == list(range(len(part.samples))) else part.take(prompts)
+             for part, prompts in zip(parts, chosen.values())]
+    newest, length = experiences[max(experiences)], max(experiences[n].max_completion_length for n, _ in chosen)
+    return replace(newest, parts=tuple(parts), max_completion_length=length, measured=measured)
+
+
+def tied_groups(
+    part: RolloutPart, # with rewards
+) -> list[bool]:       # one a prompt
+    "Whether all completions of a prompt earn the same."
+    rewards = part.rewards.view(len(part.samples), -1)
+    return (rewards == rewards[:, :1]).all(1).tolist()
+
+# %% ../nbs/10_buffer.ipynb #7f0b419f
+def stored_groups(
+    experience: Experience, # newly collected
+    born: int,              # minibatches dealt so far
+    due: int,               # the pass that is going on
+    drop_tied: bool,        # leave groups of equal rewards out, unless all of them are
+) -> list[StoredGroup]:     # what the buffer shall deal of it
+    "The groups of a collection."
+    places = [(at, prompt, tied) for at, part in enumerate(experience.parts)
+              for prompt, tied in enumerate(tied_groups(part))]
+    leave_out = drop_tied and not all(tied for *_, tied in places)
+    return [StoredGroup(experience.number, at, prompt, born, due)
+            for at, prompt, tied in places if not (leave_out and tied)]
+
+
+def next_groups(
+    groups: Sequence[StoredGroup], # stored
+    size: int,                     # how many are wanted
+    seed: str,                     # of the lots
+) -> list[StoredGroup]:            # sorted by place
+    "Groups that this pass has not dealt yet, by lot."
+    lots = random.Random(seed)
+    ranked = sorted(groups, key=lambda group: (group.due, lots.random()))
+    return sorted(ranked[:size], key=lambda group: (group.experience, group.part, group.prompt))
+
+# %% ../nbs/10_buffer.ipynb #7c03d4ca
+class GroupStore:
+    "The stored groups and the collections that they lie in; what may stay, and when more is wanted."
+    def __init__(
+        self,
+        config: BufferConfig, # the rules
+    ) -> None:
+        self.config, self.dealt = config, 0
+        self.experiences: dict[int, Experience] = {}
+        self.groups: list[StoredGroup] = []
+        self.newest: Experience | None = None  # the latest collection, whole
+
+    def drop(self) -> None:
+        "Let go of groups that are used up or too old, and of collections without groups."
+        limit = self.config.max_age
+        self.groups = [group for group in self.groups if group.uses < self.config.replays
+                       and (limit is None or self.dealt - group.born < limit)]
+        kept = {group.experience for group in self.groups}
+        self.experiences = {number: e for number, e in self.experiences.items() if number in kept}
+
+    def is_wanting(self) -> bool:
+        "Whether something has to be collected before the next minibatch can be dealt."
+        if not self.groups:
+            return True
+        batch, stored = sum(len(part.samples) for part in self.newest.parts), len(self.groups)
+        if stored + batch > self.config.capacity*batch:
+            return False
+        fresh = sum(group.uses == 0 for group in self.groups)
+        return fresh < self.config.fresh_share*stored or stored < (self.config.minibatch_positions or batch)
+
+    def clear(self) -> None:
+        "Forget everything stored: it was made by a policy that is no more."
+        self.experiences, self.groups = {}, []
+
+# %% ../nbs/10_buffer.ipynb #8f8fa21a
+class RolloutBuffer(GroupStore):
+    "An iterable of minibatches: keeps what a collector makes, deals each group `replays` times, asks for more in time."
+    def __init__(
+        self,
+        collector: Iterable[Experience],       # asked for an experience only when one is needed
+        config: BufferConfig = BufferConfig(), # the rules
+    ) -> None:
+        super().__init__(config)
+        self.collector = iter(collector)
+
+    def __iter__(self) -> Iterator[Experience]:
+        return self
+
+    def __next__(self) -> Experience:
+        self.drop()
+        while self.is_wanting() and (experience := next(self.collector, None)) is not None:
+            due = min((group.due for group in self.groups), default=0)    # new groups join the pass that is going on
+            self.newest = self.experiences[experience.number] = experience
+            self.groups += stored_groups(experience, self.dealt, due, self.config.drop_tied)
+        if not self.groups:
+            raise StopIteration
+        size = self.config.minibatch_positions or sum(len(part.samples) for part in self.newest.parts)
+        chosen = next_groups(self.groups, size, f'{self.config.seed} {self.dealt}')
+        measured = self.newest.metrics() | {
+            'rollout_buffer_size': len(self.groups),
+            'rollout_fresh_share': sum(group.uses == 0 for group in self.groups)/len(self.groups),
+            'rollout_age': sum(self.dealt - group.born for group in chosen)/len(chosen)}
+        for group in chosen:
+            group.uses, group.due = group.uses + 1, group.due + 1
+        self.dealt += 1
+        return put_together(self.experiences, chosen, measured)
+
+# %% ../nbs/10_buffer.ipynb #2ed3abd6
+def part_state(
+    part: RolloutPart, # of an experience
+) -> dict[str, Any]:   # tensors and plain values
+    "Take a part to pieces."
+    state = {f.name: getattr(part, f.name) for f in fields(part)}
+    return state | {'samples': [asdict(sample) for sample in part.samples],
+                    'rollouts': {f.name: getattr(part.rollouts, f.name) for f in fields(Rollouts)},
+                    'components': part.components.to_dict('list')}
+
+
+def part_from(
+    state: dict[str, Any], # from `part_state`
+    device: torch.device,  # where the tensors of the rollouts shall be
+) -> RolloutPart:
+    "Put a part together again."
+    here = {name: value.to(device) if isinstance(value, Tensor) and name != 'rewards' else value
+            for name, value in state.items()}
+    return RolloutPart(**here | {'samples': tuple(Sample(**sample) for sample in state['samples']),
+                                 'rollouts': Rollouts(**state['rollouts']).to(device),
+                                 'components': pd.DataFrame(state['components'])})
+
+# %% ../nbs/10_buffer.ipynb #31601d84
+def experience_state(
+    experience: Experience, # a whole collection
+) -> dict[str, Any]:        # tensors and plain values
+    "Take an experience to pieces."
+    state = {f.name: getattr(experience, f.name) for f in fields(experience)}
+    return state | {'parts': [part_state(part) for part in experience.parts]}
+
+
+def collector_state(
+    collector: Collector, # between two collections
+) -> dict[str, Any]:      # tensors and plain values
+    "What a checkpoint must hold of a collector, beside the states of its prompts and its scorer."
+    return {'num_tokens': collector.num_tokens, 'collected': collector.collected,
+            'tracker': collector.tracker.state_dict(), 'generator': collector.generator.get_state()}
+
+
+def restore_collector(
+    collector: Collector,  # changed in place
+    state: dict[str, Any], # from `collector_state`
+) -> None:
+    "Continue from a checkpoint."
+    collector.num_tokens, collector.collected = state['num_tokens'], state['collected']
+    collector.tracker.load_state_dict(state['tracker'])
+    collector.generator.set_state(state['generator'])
+
+# %% ../nbs/10_buffer.ipynb #6c92a91e
+def buffer_state(
+    buffer: RolloutBuffer, # whatever it holds
+) -> dict[str, Any]:       # tensors and plain values
+    "What a checkpoint must hold of a buffer."
+    stored = buffer.experiences | ({buffer.newest.number: buffer.newest} if buffer.newest else {})
+    return {'dealt': buffer.dealt, 'newest': buffer.newest.number if buffer.newest else 0,
+            'stored': list(buffer.experiences), 'groups': [asdict(group) for group in buffer.groups],
+            'experiences': [experience_state(experience) for experience in stored.values()]}
+
+
+def restore_buffer(
+    buffer: RolloutBuffer,  # changed in place
+    state: dict[str, Any],  # from `buffer_state`
+    device: torch.device,   # where the tensors of the rollouts shall be
+) -> None:
+    "Continue from a checkpoint."
+    found = {}
+    for kept in state['experiences']:
+        parts = tuple(part_from(part, device) for part in kept['parts'])
+        found[kept['number']] = Experience(**kept | {'parts': parts})
+    buffer.dealt, buffer.newest = state['dealt'], found.get(state['newest'])
+    buffer.groups = [StoredGroup(**group) for group in state['groups']]
+    buffer.experiences = {number: found[number] for number in state['stored']}

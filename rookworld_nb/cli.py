@@ -7,7 +7,7 @@ __all__ = ['logger', 'REQUIRED', 'READERS', 'SUITES', 'Suites', 'COMMANDS', 'Usa
            'parse_value', 'as_text', 'Parser', 'placeholder', 'parser_of', 'no_such', 'settings_in', 'read_settings',
            'input_lines', 'at_least_one', 'emit', 'without_nan', 'positions', 'batches', 'generate', 'read_rows',
            'read_row', 'score', 'positions_in', 'policy_line', 'label', 'evaluation_samples', 'evaluate_model',
-           'report_evaluation', 'train', 'pretrain', 'Command', 'run_command', 'overview', 'is_input_error',
+           'report_evaluation', 'train', 'report', 'pretrain', 'Command', 'run_command', 'overview', 'is_input_error',
            'console_logging', 'main']
 
 # %% ../nbs/19_cli.ipynb #0f1f1bea
@@ -499,14 +499,30 @@ def report_evaluation(
 
 # %% ../nbs/19_cli.ipynb #479a0a99
 def train(
-    config,              # a run.TrainConfig, one flag each
-    plan: bool = False,  # print what would be done, and stop
+    config,                    # a run.TrainConfig, one flag each
+    plan: bool = False,        # print what would be done, and stop
+    tensorboard: bool = False, # write the metrics for TensorBoard too, into the run folder
+    wandb: str | None = None,  # send the metrics to this Weights & Biases project too; none: stay offline
 ) -> None:
     "Train with GRPO, evaluate before and after, and write a run folder."
     from rookworld_nb import run
+    from rookworld_nb.report import TensorBoardWriter, WandbWriter
     if plan:
         return emit(run.Run(config).plan)
-    run.train(config)
+    writers = [lambda folder, _: TensorBoardWriter(folder/'tensorboard')] if tensorboard else []
+    run.train(config, writers + ([lambda _, settings: WandbWriter(wandb, settings)] if wandb else []))
+
+
+def report(
+    *folders: str,  # run folders; none: the newest in runs/
+) -> None:
+    "Turn a run folder into report.html, a page a person can read, and figures/."
+    from rookworld_nb.report import report as write_report
+    found = sorted(Path('runs').glob('*/metrics.jsonl'), key=lambda path: path.stat().st_mtime)
+    if not folders and not found:
+        raise UsageError('name a run folder; there is none in runs/')
+    for folder in folders or [found[-1].parent]:
+        emit(str(write_report(folder)))
 
 
 def pretrain(
@@ -530,6 +546,7 @@ COMMANDS = {
     'score': Command(score, {'rewards': 'rookworld_nb.rewards:RewardConfig'}),
     'label': Command(label),
     'positions': Command(positions),
+    'report': Command(report),
     'pretrain': Command(pretrain, {'config': 'rookworld_nb.pretrain:PretrainConfig'}),
 }
 
@@ -615,3 +632,7 @@ def main(
         text = f'{error.filename}: {error.strerror}' if isinstance(error, OSError) else str(error)
         sys.stderr.write(f'{place}: {" ".join(text.split())}\n')
         return 2
+
+# %% ../nbs/19_cli.ipynb #bab77b65
+if __name__ == '__main__' and '__file__' in globals():
+    sys.exit(main())

@@ -87,6 +87,8 @@ COMPLETION_METRICS = (
     Metric('completions/mean_length', 'mean of |completion|, end token included', 'tokens', 'buffer'),
     Metric('completions/min_length', 'shortest completion', 'tokens', 'buffer'),
     Metric('completions/max_length', 'longest completion', 'tokens', 'buffer'),
+    Metric('completions/unjudged', 'completions that the engine gave no answer for / all', 'share', 'buffer',
+           (0, 0), (0, .2), if_high='the engine fails: these completions earn 0 and teach nothing', optional=True),
     Metric('completions/clipped_ratio', 'completions without an end token / all', 'share', 'buffer', (0, .1), (0, .4),
            if_high='completions run into max_new_tokens and are scored half-written'))
 
@@ -114,7 +116,10 @@ POLICY_METRICS = (
            if_high='too many tokens pushed above the clip range'),
     Metric('ratio_max', 'max_t w, w = exp(logp - old_logp)', 'ratio', 'grpo', (0, 10), (0, 100),
            if_high='some token is many times likelier than when it was sampled: stale rollouts or a mismatch'),
-    Metric('kl_coef', 'weight of the KL in the loss', '1', 'kl'))
+    Metric('value_loss', 'mean_t (V - return)^2 / 2', '1', 'grpo', optional=True),
+    Metric('explained_variance', '1 - var(return - V) / var(return)', 'share', 'trainer', optional=True),
+    Metric('kl_penalty', 'mean of what was taken from a reward for its KL', 'reward', 'buffer', optional=True),
+    Metric('kl_coef', 'weight of the KL in the loss or in the reward', '1', 'kl'))
 
 # %% ../nbs/12_monitor.ipynb #4f16ab0b
 RUN_METRICS = (
@@ -125,9 +130,14 @@ RUN_METRICS = (
            if_high='the gradient explodes; clipping hides it from the weights, not from Adam'),
     Metric('skipped_updates', 'updates left out so far, their numbers not finite', 'updates', 'trainer', (0, 0), (0, 3),
            if_high='a loss or gradient was not finite and its update was left out'),
+    Metric('recoveries', 'returns to the last good state so far', 'recoveries', 'trainer', (0, 0), (0, 3),
+           if_high='the policy diverged, and the run went on from an earlier state at half the learning rate'),
     Metric('learning_rate', 'as used in this step', '1', 'trainer'),
     Metric('num_tokens', 'tokens seen so far, prompts included', 'tokens', 'trainer'),
-    Metric('rollout_buffer_size', 'experiences waiting in the buffer', 'experiences', 'buffer', optional=True),
+    Metric('rollout_buffer_size', 'groups in the buffer', 'groups', 'buffer', optional=True),
+    Metric('rollout_fresh_share', 'unused groups / groups in the buffer', 'share', 'buffer', optional=True),
+    Metric('rollout_age', 'mean over the groups of a minibatch of the optimiser steps since they were sampled', 'steps',
+           'buffer', optional=True),
     Metric('perf/gen_tok_s', 'sampled tokens / sampling time', 'tokens/s', 'trainer', optional=True),
     Metric('perf/train_tok_s', 'trained tokens / update time', 'tokens/s', 'trainer', optional=True),
     Metric('perf/mfu', 'floating point operations done / possible', 'share', 'trainer', optional=True),
@@ -607,13 +617,15 @@ class RunFolder:
         self,
         step:int,  # the optimiser step the completions were sampled for
         rows:Rows, # one a completion, with at least TABLE_COLUMNS
+        kind:str='completions', # the folder; `skipped` for those whose update was left out
     ) -> Path:     # the file written
         """Write the completions of one step as a CSV table."""
         table = pd.DataFrame(rows)
         if missing := [name for name in TABLE_COLUMNS if name not in table]:
             raise MetricError(f'no {", ".join(missing)} in the completions of step {step}, only {list(table.columns)}')
         text = table.to_csv(index=False, lineterminator='\n', quoting=csv.QUOTE_NONNUMERIC)
-        return write_atomic(self.folder/'completions'/f'step-{int(step):06d}.csv', text)
+        (self.folder/kind).mkdir(exist_ok=True)
+        return write_atomic(self.folder/kind/f'step-{int(step):06d}.csv', text)
 
     def summary(
         self,

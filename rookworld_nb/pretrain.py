@@ -531,7 +531,7 @@ class PretrainError(ValueError):
 class PretrainConfig:
     "Everything that decides what `rookworld pretrain` makes."
     output_dir: str = 'runs/pretrain'  # folder for data, checkpoints and the model; a second start goes on there
-    steps: int = 12_000        # optimiser steps
+    steps: int = 9000          # optimiser steps
     shards: int = 150          # shards of P: and of A: data to learn from; eight more are kept apart
     policy_shard: int = 2000   # P: positions in a shard
     env_shard: int = 800       # A: samples in a shard

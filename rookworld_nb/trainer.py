@@ -5,23 +5,29 @@
 # %% auto #0
 __all__ = ['SCHEDULES', 'LOSS_OPTIONS', 'logger', 'TrainerConfig', 'check_config', 'lr_factor', 'build_optimizer', 'MicroBatch',
            'micro_batches', 'items_of', 'FirstUpdateError', 'likely_cause', 'check_first_update', 'stack_rows',
-           'accumulate_gradients', 'take_step', 'Updater', 'Trainer']
+           'exact_token_kl', 'Critic', 'judged_by', 'critic_loss', 'Learning', 'broken_rows', 'accumulate_gradients',
+           'take_step', 'Health', 'Learner', 'Updater', 'Survivor', 'trainer_state', 'restore_trainer', 'Trainer']
 
 # %% ../nbs/11_trainer.ipynb #2a1b3d85
+import copy
 import logging
 import math
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from typing import Any
 
+import pandas as pd
 import torch
 from torch import Tensor, nn
 
-from .buffer import Experience
-from .grpo import IMPORTANCE_LEVELS, LOSS_TYPES, count_items, grpo_loss
-from .kl import SAMPLED_KL, KLConfig, KLController, SettingError, check_option, per_token_kl
+from .buffer import Experience, RolloutBuffer
+from .grpo import (
+    IMPORTANCE_LEVELS, LOSS_TYPES, count_items, gae, grpo_loss, place_rewards, value_loss)
+from .kl import (
+    EXACT_KL, KL_ESTIMATORS, KLConfig, KLController, SettingError, check_option, exact_kl, per_token_kl)
 from .model import GPT
-from .sampling import completion_logprobs
+from .sampling import TILE_ELEMENTS, completion_hidden, completion_logprobs, hidden_logprobs, in_tiles
 
 # %% ../nbs/11_trainer.ipynb #f8367652
 SCHEDULES = ('cosine', 'linear', 'constant')
@@ -44,10 +50,19 @@ class TrainerConfig:
     loss_type: str = 'dapo'            # how tokens are averaged: dapo | grpo | bnpo | dr_grpo
     importance_level: str = 'token'    # ratio per token or per sequence
     kl: KLConfig = field(default_factory=KLConfig) # weight of the KL term and its control
-    kl_estimator: str = 'kl3'          # of the KL term: kl1 | kl2 | kl3
+    kl_estimator: str = 'kl3'          # of the KL term: kl1 | kl2 | kl3, exact: forward | reverse | symmetric
     kl_unbiased: bool = True           # multiply the KL by the ratio: its gradient is that of KL(policy || reference)
-    kl_divergence_threshold: float | None = 0.5 # the run ends where the mean per-token KL is above, nats; None is never
+    kl_in_reward: bool = False         # the KL is taken from the rewards; here it is only measured
     entropy_coef: float = 0.0          # weight of the entropy bonus
+    use_gae: bool = False              # advantages of tokens from a critic instead of the group's
+    gamma: float = 0.99                # the critic: discount per token
+    gae_lambda: float = 0.95           # the critic: share of the future that is taken from the rewards
+    value_loss_coef: float = 0.1       # the critic: weight of its loss
+    kl_divergence_threshold: float | None = 0.5 # mean per-token KL, nats, above which a run has failed; None: any
+    kl_tail_threshold: float | None = None # the same for the 95th percentile over the tokens
+    kl_spike_factor: float | None = None # the same for a KL so many times its running mean or kl_target
+    max_skipped: int = 3               # updates left out in a row that count as a failure
+    max_recoveries: int = 3            # failures after which the run goes on from the last good state at half the rate
     identity_tolerance: float = 1e-3   # largest |ratio - 1| before the first update
 
     def __post_init__(self) -> None:
@@ -61,20 +76,25 @@ def check_config(
     config: TrainerConfig,  # the settings to check
 ) -> None:
     "Raise SettingError for the first setting that is out of range."
-    least = {'steps': 1, 'lr': 0, 'warmup_steps': 0, 'weight_decay': 0, 'clip_low': 0, 'clip_high': 0}
+    least = {'steps': 1, 'lr': 0, 'warmup_steps': 0, 'weight_decay': 0, 'clip_low': 0, 'clip_high': 0,
+             'value_loss_coef': 0, 'max_skipped': 1, 'max_recoveries': 0}
     for name, bound in least.items():
         value = getattr(config, name)
         if not bound <= value < math.inf:
             raise SettingError(f'{name}={value} must be finite and at least {bound}')
-    for name in ('grad_clip', 'identity_tolerance', 'kl_divergence_threshold', 'micro_batch_size'):
+    for name in ('grad_clip', 'identity_tolerance', 'kl_divergence_threshold', 'kl_tail_threshold', 'kl_spike_factor',
+                 'micro_batch_size'):
         value = getattr(config, name)
         if value is not None and not value > 0:
             raise SettingError(f'{name}={value} must be above 0')
     for name, valid in (('lr_schedule', SCHEDULES), ('loss_type', LOSS_TYPES), ('importance_level', IMPORTANCE_LEVELS),
-                        ('kl_estimator', SAMPLED_KL)):
+                        ('kl_estimator', KL_ESTIMATORS)):
         check_option(name, getattr(config, name), valid)
-    if not 0 <= config.lr_final <= 1:
-        raise SettingError(f'lr_final={config.lr_final} is not a share between 0 and 1')
+    for name in ('lr_final', 'gamma', 'gae_lambda', 'clip_low'):
+        if not 0 <= getattr(config, name) <= 1:
+            raise SettingError(f'{name}={getattr(config, name)} must be between 0 and 1')
+    if config.kl_in_reward and config.kl_estimator in EXACT_KL:
+        raise SettingError(f'kl_in_reward needs kl_estimator kl1, kl2 or kl3, not {config.kl_estimator}')
     if not all(0 <= beta < 1 for beta in config.betas):
         raise SettingError(f'betas={config.betas} must be two numbers of at least 0 and below 1')
     if not math.isfinite(config.entropy_coef):
@@ -99,9 +119,10 @@ def lr_factor(
 def build_optimizer(
     model: nn.Module,      # the policy
     config: TrainerConfig, # lr, betas, weight_decay
+    critic: nn.Module | None = None, # trained with it
 ) -> torch.optim.AdamW:    # two groups: matrices with decay, the rest without
     "Fused AdamW with weight decay on matrices only."
-    parameters = [p for p in model.parameters() if p.requires_grad]
+    parameters = [p for part in (model, critic) if part is not None for p in part.parameters() if p.requires_grad]
     groups = [{'params': [p for p in parameters if p.dim() >= 2], 'weight_decay': config.weight_decay},
               {'params': [p for p in parameters if p.dim() < 2], 'weight_decay': 0.}]
     return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, fused=True)
@@ -113,9 +134,11 @@ class MicroBatch:
     prompt_ids: Tensor          # (b, P) int64
     prompt_mask: Tensor         # (b, P) bool
     completion_ids: Tensor      # (n, T) int64, n = b*group_size
-    completion_mask: Tensor     # (n, T) bool
+    completion_mask: Tensor     # (n, T) bool, the tokens that are trained
     old_logprobs: Tensor        # (n, T) fp32 nats
     ref_logprobs: Tensor | None # (n, T) fp32 nats
+    ref_hidden: Tensor | None   # (n, T, D) hidden states of the reference
+    rewards: Tensor             # (n,) fp32
     advantages: Tensor          # (n,) fp32
     group_size: int             # rows per prompt in this piece
     temperature: float          # of sampling
@@ -127,6 +150,14 @@ class MicroBatch:
         "What the policy now says of the sampled tokens."
         return completion_logprobs(model, self.prompt_ids, self.prompt_mask, self.completion_ids, self.group_size,
                                    self.temperature, self.completion_mask)
+
+    def hidden(
+        self,
+        model: GPT,  # the policy
+    ) -> Tensor:     # (M, D), with gradients; M tokens are trained
+        "The states from which the policy predicts the sampled tokens."
+        return completion_hidden(model, self.prompt_ids, self.prompt_mask, self.completion_ids, self.completion_mask,
+                                 self.group_size)
 
 # %% ../nbs/11_trainer.ipynb #a05180e8
 def micro_batches(
@@ -143,11 +174,10 @@ def micro_batches(
         for start in range(0, len(r.completion_ids), rows):
             chosen, stop = slice(start, start + rows), min(start + rows, len(r.completion_ids))
             prompts = torch.arange(start, stop, piece, device=r.prompt_ids.device)//group
-            reference = None if part.ref_logprobs is None else part.ref_logprobs[chosen]
+            logprobs, hidden = (None if x is None else x[chosen] for x in (part.ref_logprobs, part.ref_hidden))
             yield MicroBatch(r.prompt_ids[prompts], r.prompt_mask[prompts], r.completion_ids[chosen],
-                             r.completion_mask[chosen], r.logprobs[chosen], reference, part.advantages[chosen], piece,
-                             r.temperature)
-
+                             part.loss_mask[chosen], r.logprobs[chosen], logprobs, hidden,
+                             part.rewards[chosen].to(r.logprobs.device), part.advantages[chosen], piece, r.temperature)
 
 
 def items_of(
@@ -155,7 +185,7 @@ def items_of(
     loss_type: str,          # grpo | bnpo | dr_grpo | dapo
 ) -> int:                    # completions or active tokens, at least 1
     "What the loss of the whole step is divided by, over all parts."
-    return sum(int(count_items(part.rollouts.completion_mask, loss_type)) for part in experience.parts)
+    return max(1, sum(int(count_items(part.loss_mask, loss_type)) for part in experience.parts))
 
 # %% ../nbs/11_trainer.ipynb #9d22b2de
 class FirstUpdateError(ValueError):
@@ -219,48 +249,145 @@ def check_first_update(
 
 # %% ../nbs/11_trainer.ipynb #1a8f4d38
 def stack_rows(
-    pieces: list[Tensor], # (n, T) each, of different T
-) -> Tensor:              # (sum of n, largest T)
+    pieces: list[Tensor], # (n, T) each, of different T; or (n,) each
+) -> Tensor:              # (sum of n, largest T), or (sum of n,)
     "Rows of all pieces under each other, filled up with zeros on the right."
-    width = max(piece.shape[1] for piece in pieces)
-    return torch.cat([nn.functional.pad(piece, (0, width - piece.shape[1])) for piece in pieces])
+    width = max(piece.shape[-1] for piece in pieces)
+    flat = pieces[0].dim() == 1
+    return torch.cat([piece if flat else nn.functional.pad(piece, (0, width - piece.shape[1])) for piece in pieces])
 
 # %% ../nbs/11_trainer.ipynb #ace3a94b
-def _whole(seen: list[tuple[MicroBatch, Tensor, Tensor]], options: dict) -> tuple[Tensor, dict[str, float]]:
-    "Loss and metrics over the rows of all pieces; a percentile or a maximum is no mean over pieces."
-    micros, logprobs, entropies = zip(*seen)
-    reference = None if micros[0].ref_logprobs is None else stack_rows([m.ref_logprobs for m in micros])
-    with torch.no_grad():
-        return grpo_loss(stack_rows(logprobs), stack_rows([m.old_logprobs for m in micros]), reference,
-                         torch.cat([m.advantages for m in micros]), stack_rows([m.completion_mask for m in micros]),
-                         entropy=stack_rows(entropies), **options)
+def exact_token_kl(
+    model: GPT,         # the policy
+    ref_model: GPT,     # the reference; only its unembedding is used
+    hidden: Tensor,     # (M, D) states of the policy
+    micro: MicroBatch,  # with the reference's states
+    direction: str,     # forward | reverse | symmetric
+    tile_elements: int = TILE_ELEMENTS, # logits held at once
+) -> Tensor:            # (n, T) nats, with gradients; 0 where masked
+    "The KL of each token's whole distribution."
+    def one(hidden, ref_hidden):
+        logits, ref_logits = model.logits(hidden)/micro.temperature, ref_model.logits(ref_hidden)/micro.temperature
+        return exact_kl(logits[None], ref_logits[None], direction).squeeze(0),
+    mask, size = micro.completion_mask, max(1, tile_elements//model.cfg.vocab_size)
+    values, = in_tiles(one, hidden, micro.ref_hidden[mask], size=size)
+    return torch.zeros(mask.shape, device=mask.device, dtype=values.dtype).masked_scatter(mask, values)
+
+
+class Critic(nn.Module):
+    "A value for every state: one linear layer on the policy's last hidden states, at first 0 everywhere."
+    def __init__(
+        self,
+        width: int, # D
+    ) -> None:
+        super().__init__()
+        self.head = nn.Linear(width, 1)
+        for p in self.parameters():
+            nn.init.zeros_(p)
+
+    def forward(
+        self,
+        hidden: Tensor, # (M, D)
+    ) -> Tensor:        # (M,) expected reward
+        "What the critic expects the completion to earn."
+        return self.head(hidden).squeeze(-1)
+
+# %% ../nbs/11_trainer.ipynb #ec254c9a
+def judged_by(
+    critic: Critic,         # changed by the backward pass
+    hidden: Tensor,         # (M, D) states of the policy
+    micro: MicroBatch,      # their completions
+    config: TrainerConfig,  # gamma, gae_lambda
+) -> dict[str, Tensor]:     # advantages, values and returns, (n, T) each
+    "What the critic makes of a piece."
+    mask = micro.completion_mask
+    values = torch.zeros(mask.shape, device=mask.device).masked_scatter(mask, critic(hidden).float())
+    advantages, returns = gae(place_rewards(micro.rewards, mask), values, mask, config.gamma, config.gae_lambda)
+    return {'advantages': advantages, 'values': values, 'returns': returns}
+
+
+def critic_loss(
+    values: Tensor,   # (n, T) with gradients
+    returns: Tensor,  # (n, T)
+    mask: Tensor,     # (n, T) bool
+    tokens: int,      # of the whole step
+) -> tuple[Tensor, dict[str, float]]: # () and metrics
+    "How far the critic is off, and how much of the returns' variance it explains."
+    loss, left = value_loss(values, returns, mask, tokens), (returns - values.detach())[mask]
+    explained = 1 - left.var(correction=0)/returns[mask].var(correction=0).clamp(min=1e-8)
+    return loss, {'value_loss': loss.item(), 'explained_variance': explained.item()}
+
+# %% ../nbs/11_trainer.ipynb #c51cfc44
+@dataclass(frozen=True)
+class Learning:
+    "What a step learns with: the models, the settings, and the numbers that all pieces of the step share."
+    model: GPT                # the policy
+    config: TrainerConfig     # of the loss, and the size of the pieces
+    kl_coef: float            # weight of the KL term in this step
+    items: int                # what the loss is divided by
+    tokens: int               # trained in the step
+    longest: int              # tokens a completion may have had
+    ref_model: GPT | None = None  # the reference, where the KL is exact
+    critic: Critic | None = None  # where advantages come from one
+
+    def piece(
+        self,
+        micro: MicroBatch,       # a piece of the step
+    ) -> dict[str, Tensor | None]: # the arguments of `grpo_loss`; with a critic, values and returns too; (n, T) or (n,)
+        "Forward through one piece."
+        hidden, kind, mask = micro.hidden(self.model), self.config.kl_estimator, micro.completion_mask
+        logprobs, entropy = hidden_logprobs(self.model, hidden, micro.completion_ids, micro.temperature, mask)
+        exact = kind in EXACT_KL and micro.ref_hidden is not None
+        return {'logprobs': logprobs, 'old_logprobs': micro.old_logprobs, 'ref_logprobs': micro.ref_logprobs,
+                'advantages': micro.advantages, 'completion_mask': mask, 'entropy': entropy,
+                'token_kl': exact_token_kl(self.model, self.ref_model, hidden, micro, kind) if exact else None,
+                **(judged_by(self.critic, hidden, micro, self.config) if self.critic else {})}
+
+    def loss(
+        self,
+        columns: dict[str, Tensor | None], # of `piece`
+    ) -> tuple[Tensor, dict[str, float]]:  # () share of the step's loss, and metrics of the rows
+        "Loss of some rows; that of the step is the sum over its pieces."
+        config, options = self.config, {name: getattr(self.config, name) for name in LOSS_OPTIONS}
+        own = {name: value for name, value in columns.items() if name not in ('values', 'returns')}
+        loss, metrics = grpo_loss(**own, **options, kl_coef=0. if config.kl_in_reward else self.kl_coef,
+                                  max_completion_length=self.longest, num_items=self.items)
+        if self.critic is None:
+            return loss, metrics
+        off, more = critic_loss(columns['values'], columns['returns'], columns['completion_mask'], self.tokens)
+        return loss + config.value_loss_coef*off, metrics | more
+
+# %% ../nbs/11_trainer.ipynb #3c4ff8fd
+def broken_rows(
+    columns: dict[str, Tensor | None], # of `Learning.piece`, all pieces stacked
+) -> list[bool]:                       # one a completion
+    "Whether a number of the completion is not finite."
+    floats = [x for x in columns.values() if x is not None and x.is_floating_point()]
+    return torch.stack([~x.isfinite().reshape(len(x), -1).all(1) for x in floats]).any(0).tolist()
 
 
 def accumulate_gradients(
-    model: GPT,              # the policy; the gradients are added to what its parameters hold
+    learning: Learning,      # the policy's gradients are added to what its parameters hold
     experience: Experience,  # one batch
-    config: TrainerConfig,   # of the loss, and the size of the pieces
-    kl_coef: float,          # weight of the KL term in this step
     first: bool = False,     # before the first update: check the identity, and raise FirstUpdateError where it fails
-) -> dict[str, float]:       # metrics of the whole batch
+) -> tuple[dict[str, float], list[bool]]: # metrics of the whole batch; which rows of its table are broken
     "Forward and backward through every piece."
-    options = {name: getattr(config, name) for name in LOSS_OPTIONS} | {
-        'kl_coef': kl_coef, 'max_completion_length': experience.max_completion_length,
-        'num_items': items_of(experience, config.loss_type)}
     seen = []
-    for micro in micro_batches(experience, config.micro_batch_size):
-        logprobs, entropy = micro.logprobs(model)
+    for micro in micro_batches(experience, learning.config.micro_batch_size):
+        columns = learning.piece(micro)
         if first:
-            check_first_update(model, micro, logprobs, config)
-        loss, metrics = grpo_loss(logprobs, micro.old_logprobs, micro.ref_logprobs, micro.advantages,
-                                  micro.completion_mask, entropy=entropy, **options)
+            check_first_update(learning.model, micro, columns['logprobs'], learning.config)
+        loss, metrics = learning.loss(columns)
         loss.backward()
-        seen.append((micro, logprobs.detach(), entropy.detach()))
-    if len(seen) > 1:
-        loss, metrics = _whole(seen, options)
-    return {'loss': loss.item()} | metrics
+        seen.append({name: None if x is None else x.detach() for name, x in columns.items()})
+    whole = {name: None if x is None else stack_rows([columns[name] for columns in seen])
+             for name, x in seen[0].items()}
+    if len(seen) > 1:    # a percentile or a maximum is no mean over pieces
+        with torch.no_grad():
+            loss, metrics = learning.loss(whole)
+    return {'loss': loss.item()} | metrics, broken_rows(whole)
 
-# %% ../nbs/11_trainer.ipynb #b79410db
+# %% ../nbs/11_trainer.ipynb #777d8ffc
 logger = logging.getLogger(__name__)
 
 
@@ -273,58 +400,171 @@ def take_step(
         group['lr'] = rate
     optimizer.step()
 
-# %% ../nbs/11_trainer.ipynb #85a6c7c9
-class Updater:
-    "One optimiser step at a time: gradients, guards, AdamW, and the KL control, which acts once per experience."
+# %% ../nbs/11_trainer.ipynb #e4f3a0a0
+@dataclass
+class Health:
+    "What the guards remember from step to step; plain numbers."
+    skipped: int = 0           # updates left out so far
+    in_a_row: int = 0          # of these the latest, without one that was taken in between
+    recoveries: int = 0        # returns to the last good state
+    lr_scale: float = 1.       # what recoveries have left of the learning rate
+    kl_mean: float | None = None # running mean of the KL, momentum 0.9
+
+    def failure(
+        self,
+        metrics: dict[str, float], # of the update at hand
+        config: TrainerConfig,     # the limits
+    ) -> str:                      # why the run has failed; empty if it has not
+        "Judge an update before it is made, and remember its KL."
+        mean, kl = self.kl_mean, metrics.get('kl', math.nan)
+        spike = None if mean is None or config.kl_spike_factor is None \
+            else config.kl_spike_factor*max(mean, config.kl.kl_target)
+        for name, limit in (('kl', config.kl_divergence_threshold), ('kl_95pct', config.kl_tail_threshold),
+                            ('kl', spike)):
+            if limit is not None and metrics.get(name, math.nan) > limit:
+                return f'{name} is {metrics[name]:.3g} nats per token, above {limit:.3g}'
+        if math.isfinite(kl):
+            self.kl_mean = kl if mean is None else .9*mean + .1*kl
+        return f'{self.in_a_row} updates in a row were not finite' if self.in_a_row >= config.max_skipped else ''
+
+    def judge(
+        self,
+        step: int,                 # the optimiser step, for the log
+        metrics: dict[str, float], # of the update at hand
+        finite: bool,              # whether its loss and gradients are
+        config: TrainerConfig,     # the limits
+    ) -> str:                      # why the run has failed; empty if it has not
+        "Count an update that has to be left out, and say whether the run has failed."
+        self.in_a_row = 0 if finite else self.in_a_row + 1
+        if not finite:
+            self.skipped += 1
+            logger.warning('step %d skipped: the loss or a gradient is not finite', step)
+        return self.failure(metrics, config)
+
+# %% ../nbs/11_trainer.ipynb #b79410db
+class Learner:
+    "Policy, critic and optimiser, and a state of them to go back to."
     def __init__(
         self,
         model: GPT,                              # the policy, changed in place
         config: TrainerConfig = TrainerConfig(), # how
+        ref_model: GPT | None = None,            # the frozen reference; needed where kl_estimator is exact
     ) -> None:
-        self.model, self.config = model, config
-        self.optimizer, self.kl = build_optimizer(model, config), KLController(config.kl)
-        self.step, self.skipped, self.diverged = 0, 0, False
-        self._controlled: Experience | None = None
+        if config.kl_estimator in EXACT_KL and ref_model is None:
+            raise SettingError(f'kl_estimator={config.kl_estimator} needs the reference model')
+        self.model, self.config, self.ref_model = model, config, ref_model
+        self.critic = Critic(model.cfg.n_embd).to(model.wte.weight.device) if config.use_gae else None
+        self.optimizer, self.kl = build_optimizer(model, config, self.critic), KLController(config.kl)
+        self.health, self.good = Health(), {}
+
+    def weights(self) -> dict[str, Any]:
+        "What an update changes: references, not copies."
+        critic = {} if self.critic is None else {'critic': self.critic.state_dict()}
+        return {'model': self.model.state_dict(), 'optimizer': self.optimizer.state_dict()} | critic
+
+    def load_weights(
+        self,
+        state: dict[str, Any], # from `weights`; left as it is
+    ) -> None:
+        "Go to another state of model, critic and optimiser."
+        self.model.load_state_dict(state['model'])
+        self.optimizer.load_state_dict(copy.deepcopy(state['optimizer']))
+        if self.critic is not None:
+            self.critic.load_state_dict(state['critic'])
+
+    def remember(self) -> None:
+        "Take this state as the one that a recovery goes back to."
+        self.good = copy.deepcopy(self.weights())
+
+# %% ../nbs/11_trainer.ipynb #b4c5e4a6
+class Updater(Learner):
+    "One optimiser step at a time: gradients, guards, AdamW, and the KL control, which acts once per collection."
+    step, controlled = 0, 0               # steps so far; the newest collection that the KL control has seen
+    failure = ''                          # why the latest update was not made; empty if it was
+    broken: pd.DataFrame | None = None    # the table of an experience whose update was skipped, else None
 
     def update(
         self,
         experience: Experience,  # one batch
     ) -> dict[str, float]:       # metrics by name
         "One step; nothing moves where a number is not finite or the policy has diverged."
-        start = time.perf_counter()
-        self.step += 1
-        rate, kl_coef = self.config.lr*lr_factor(self.step, self.config), self.kl.coefficient(self.step)
-        metrics = accumulate_gradients(self.model, experience, self.config, kl_coef, first=self.step == 1)
-        norm = float(nn.utils.clip_grad_norm_(self.model.parameters(), self.config.grad_clip))
-        if self._may_move(metrics['loss'] + norm, metrics.get('kl', 0.)):
+        start, config, self.step = time.perf_counter(), self.config, self.step + 1
+        rate, kl_coef = config.lr*lr_factor(self.step, config)*self.health.lr_scale, self.kl.coefficient(self.step)
+        tokens = sum(int(part.loss_mask.sum()) for part in experience.parts)
+        learning = Learning(self.model, config, kl_coef, items_of(experience, config.loss_type), max(1, tokens),
+                            experience.max_completion_length, self.ref_model, self.critic)
+        self.optimizer.zero_grad(set_to_none=True)    # whatever the model was used for before
+        metrics, broken = accumulate_gradients(learning, experience, first=self.step == 1)
+        parameters = [p for group in self.optimizer.param_groups for p in group['params']]
+        norm = float(nn.utils.clip_grad_norm_(parameters, config.grad_clip))
+        finite = math.isfinite(metrics['loss'] + norm)
+        self.broken = None if finite else experience.table.assign(broken=broken)
+        self.failure = self.health.judge(self.step, metrics, finite, config)
+        if finite and not self.failure:
             take_step(self.optimizer, rate)
-        self.model.zero_grad(set_to_none=True)
-        if 'kl' in metrics and experience is not self._controlled:
+        self.optimizer.zero_grad(set_to_none=True)
+        if 'kl' in metrics and experience.number > self.controlled:
             self.kl.update(metrics['kl'], self.step)
-        self._controlled, tokens = experience, sum(int(part.lengths.sum()) for part in experience.parts)
+            self.controlled = experience.number
         return {'step': self.step} | experience.metrics() | metrics | {
-            'kl_coef': kl_coef, 'grad_norm': norm, 'learning_rate': rate, 'skipped_updates': self.skipped,
-            'perf/train_tok_s': tokens/max(time.perf_counter() - start, 1e-9)}
+            'kl_coef': kl_coef, 'grad_norm': norm, 'learning_rate': rate, 'skipped_updates': self.health.skipped,
+            'recoveries': self.health.recoveries, 'perf/train_tok_s': tokens/max(time.perf_counter() - start, 1e-9)}
 
-    def _may_move(self, value: float, kl: float) -> bool:
-        limit, finite = self.config.kl_divergence_threshold, math.isfinite(value)
-        self.diverged = limit is not None and kl > limit
-        if not (finite or self.diverged):
-            self.skipped += 1
-            logger.warning('step %d skipped: the loss or a gradient is not finite', self.step)
-        return finite and not self.diverged
+# %% ../nbs/11_trainer.ipynb #ea16f5d4
+class Survivor(Updater):
+    "An updater that goes on after a failure, `max_recoveries` times."
+    def recover(self) -> bool: # whether there was a try left
+        "Back to the last good state at half the learning rate."
+        health, most = self.health, self.config.max_recoveries
+        if health.recoveries >= most:
+            return False
+        self.load_weights(self.good)
+        health.recoveries, health.lr_scale, health.in_a_row = health.recoveries + 1, health.lr_scale/2, 0
+        logger.warning('step %d: %s; recovery %d of %d: back to the last good state, learning rate x %g', self.step,
+                       self.failure, health.recoveries, most, health.lr_scale)
+        return True
+
+    def last_words(self) -> str: # one sentence without a full stop
+        "Why the run ends."
+        tries = f' after {self.health.recoveries} recoveries' if self.health.recoveries else ''
+        return f'diverged at step {self.step}{tries}: {self.failure}'
+
+# %% ../nbs/11_trainer.ipynb #85a6c7c9
+def trainer_state(
+    trainer: Updater,   # between two steps
+) -> dict[str, Any]:    # tensors and plain values
+    "Everything of a trainer but the policy's weights."
+    state = {name: value for name, value in trainer.weights().items() if name != 'model'}
+    return state | {'step': trainer.step, 'health': vars(trainer.health), 'kl': trainer.kl.state_dict(),
+                    'controlled': trainer.controlled}
+
+
+def restore_trainer(
+    trainer: Updater,      # its model already has the weights of the checkpoint
+    state: dict[str, Any], # from `trainer_state`
+) -> None:
+    "Continue from a checkpoint; its state is also the one that a recovery goes back to."
+    trainer.load_weights(state | {'model': trainer.model.state_dict()})
+    trainer.step, trainer.health, trainer.controlled = state['step'], Health(**state['health']), state['controlled']
+    trainer.kl.load_state_dict(state['kl'])
+    trainer.remember()
 
 # %% ../nbs/11_trainer.ipynb #c674ff7f
-class Trainer(Updater):
+class Trainer(Survivor):
     "Turns experiences into updates of a policy; a generator of metrics, one row per optimiser step."
     stop_reason = ''  # why the run ended; empty while it may go on
+    diverged = False  # whether it ended because it failed once too often
 
     def run(
         self,
-        experiences: Iterable[Experience], # asked for one at a time, after the update before
+        experiences: Iterable[Experience], # asked for one at a time, after the update before; a `RolloutBuffer`
     ) -> Iterator[dict[str, float]]:       # metrics by name, one row per optimiser step
-        "Update until the steps are done, the experiences end, or the policy diverges; `stop_reason` says which."
+        "Update until the steps are done, the experiences end, or the run fails for good; `stop_reason` says which."
         source = iter(experiences)
+        if not self.good:
+            self.remember()
+        if self.step >= self.config.steps:
+            self.stop_reason = f'all {self.config.steps} steps are done'
         try:
             while not self.stop_reason:
                 start = time.perf_counter()
@@ -333,10 +573,11 @@ class Trainer(Updater):
                     self.stop_reason = f'the experiences ended after step {self.step}'
                     return
                 row = self.update(experience)
-                if self.diverged:
-                    self.stop_reason = (f'diverged at step {self.step}: the KL of {row["kl"]:.3g} nats per token '
-                                        f'is above {self.config.kl_divergence_threshold:g}')
-                elif self.step >= self.config.steps:
+                if self.failure and not self.recover():
+                    self.stop_reason, self.diverged = self.last_words(), True
+                elif self.failure and isinstance(experiences, RolloutBuffer):
+                    experiences.clear()
+                if self.step >= self.config.steps and not self.stop_reason:
                     self.stop_reason = f'all {self.config.steps} steps are done'
                 yield row | {'step_time': time.perf_counter() - start}
         finally:

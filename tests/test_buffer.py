@@ -3,13 +3,15 @@ import copy
 import itertools
 import math
 import statistics
+from dataclasses import replace
 
 import pandas as pd
 import pytest
 import torch
 from torch.testing import assert_close
 
-from rookworld_nb.buffer import Collector, CollectorConfig, CountingTask, counting_policy, replay
+from rookworld_nb.buffer import (BufferConfig, Collector, CollectorConfig, CountingTask, RolloutBuffer, buffer_state, collector_state, counting_policy,
+                                 restore_buffer, restore_collector)
 from rookworld_nb.grpo import EMATracker, compute_advantages
 from rookworld_nb.kl import SettingError
 from rookworld_nb.model import GPT
@@ -164,8 +166,8 @@ def test_metrics_against_brute_force(model):
         'task_P/reward': statistics.fmean(r for t, r, *_ in rows if t == 'P'),
         'task_A/reward': statistics.fmean(r for t, r, *_ in rows if t == 'A'), 'task_P/fraction': .5,
         'completions/mean_length': statistics.fmean(lengths), 'completions/min_length': min(lengths),
-        'completions/max_length': max(lengths), 'completions/clipped_ratio': statistics.fmean(c for *_, c in rows),
-        'num_tokens': source.num_tokens, 'perf/gen_tok_s': sum(lengths)/experience.gen_seconds}
+        'completions/max_length': max(lengths), 'completions/unjudged': 0., 'completions/clipped_ratio': statistics.fmean(c for *_, c in rows),
+        'num_tokens': source.num_tokens, 'kl_penalty': 0., 'perf/gen_tok_s': sum(lengths)/experience.gen_seconds}
     for part in experience.parts:
         for name in ('format', 'right'):
             values = [TASK.score(part.samples[i//G].prompt, text)[name] for i, text in enumerate(part.rollouts.texts)]
@@ -224,8 +226,8 @@ def test_a_prompt_without_target_is_scored_without(model):
 
 def test_the_reference_reads_every_prompt_once_however_often_it_is_replayed(model):
     reference = ReadingReference(model.cfg)
-    seen = list(itertools.islice(replay(collector(model, reference), 3), 6))
-    assert reference.read == 2*4 and len({id(experience) for experience in seen}) == 2
+    seen = list(itertools.islice(RolloutBuffer(collector(model, reference), BufferConfig(replays=3)), 6))
+    assert reference.read == 2*4 and [minibatch.number for minibatch in seen] == [1]*3 + [2]*3
 
 
 def test_collecting_is_lazy(model):
@@ -237,7 +239,7 @@ def test_collecting_is_lazy(model):
             yield TASK.samples[:2]
 
     source = Collector(model, None, TASK.tokenizer, prompts(), TASK, CollectorConfig(group_size=G, max_new_tokens_policy=2))
-    stream = replay(source, 2)
+    stream = RolloutBuffer(source, BufferConfig(replays=2))
     assert asked == []
     for expected in ([0], [0], [0, 1], [0, 1], [0, 1, 2]):
         next(stream)
@@ -269,22 +271,205 @@ def test_the_seed_decides_and_nothing_else(model):
     assert texts(1) != first
 
 
+# the buffer
+
+def buffer(model, prompts=8, env=.25, ref_model='copy', scorer=TASK, options={}, **rules):
+    return RolloutBuffer(collector(model, ref_model, env, prompts, scorer, **options), BufferConfig(**rules))
+
+
+def keys(minibatch):
+    "The groups of a minibatch, by what cannot be mistaken: prompt and the sampler's log-probabilities."
+    return [(sample.prompt, tuple(part.rollouts.logprobs[i*G:(i+1)*G].sum(1).tolist()))
+            for part in minibatch.parts for i, sample in enumerate(part.samples)]
+
+
 @pytest.mark.parametrize('replays', [1, 2, 5])
-def test_replay_hands_out_the_same_object(replays):
-    assert list(replay(iter('ab'), replays)) == ['a']*replays + ['b']*replays
+def test_without_other_rules_a_collection_is_dealt_whole_and_again(model, replays):
+    dealt = list(itertools.islice(buffer(model, replays=replays), 3*replays))
+    assert [minibatch.number for minibatch in dealt] == [1 + i//replays for i in range(3*replays)]
+    for minibatch in dealt:
+        first = next(m for m in dealt if m.number == minibatch.number)
+        assert all(a is b for a, b in zip(minibatch.parts, first.parts, strict=True))
+
+
+@pytest.mark.parametrize(('replays', 'capacity', 'size'), [(2, 1, 4), (2, 1, 3), (3, 2, 4), (1, 3, 8), (4, 3, 5), (2, 2, 16)])
+def test_every_group_is_used_as_often_as_asked_and_never_twice_at_once(model, replays, capacity, size):
+    source = buffer(model, prompts=8, replays=replays, capacity=capacity, minibatch_positions=size)
+    uses, stored = {}, []
+    for minibatch in itertools.islice(source, 40):
+        dealt = keys(minibatch)
+        assert len(set(dealt)) == len(dealt) <= size
+        for key in dealt:
+            uses[key] = uses.get(key, 0) + 1
+        stored.append(minibatch.metrics()['rollout_buffer_size'])
+    assert max(uses.values()) == replays and sum(count < replays for count in uses.values()) <= capacity*8
+    assert max(stored) <= capacity*8 and len(source.experiences) <= 2*capacity
+
+
+def test_minibatches_are_what_the_collector_made(model):
+    source = buffer(model, prompts=8, capacity=2, minibatch_positions=3, options={'keep_ref_hidden': True})
+    whole = {}
+    for minibatch in itertools.islice(source, 12):
+        for number, experience in source.experiences.items():
+            whole[number] = experience
+        rows = {(row.prompt, row.completion, row.advantage, row.reward) for experience in whole.values() for row in experience.table.itertuples()}
+        for part in minibatch.parts:
+            table = replace(minibatch, parts=(part,), measured=None).table
+            assert {(row.prompt, row.completion, row.advantage, row.reward) for row in table.itertuples()} <= rows
+            assert_close(part.rollouts.logprobs, logprobs(model, part), atol=1e-5, rtol=0)
+            assert_close(part.ref_logprobs, part.rollouts.logprobs, atol=1e-5, rtol=0)
+            assert part.ref_hidden.shape[:2] == part.loss_mask.shape and len(part.components) == len(part.rewards) == len(part.clipped)
+
+
+def test_the_order_is_shuffled_by_the_seed(model):
+    def order(seed):
+        return [keys(minibatch) for minibatch in itertools.islice(buffer(model, minibatch_positions=3, seed=seed), 5)]
+    assert order(0) == order(0) != order(1)
+
+
+@pytest.mark.parametrize('share', [0., .25, .6, 1.])
+@pytest.mark.parametrize(('capacity', 'size'), [(1, 4), (3, 4), (4, 2)])
+def test_collecting_starts_when_too_little_is_fresh_and_there_is_room(model, share, capacity, size):
+    source, numbers = buffer(model, prompts=4, env=0., replays=3, capacity=capacity, minibatch_positions=size, fresh_share=share), []
+    for _ in range(25):
+        left = [group for group in source.groups if group.uses < 3]
+        fresh, expected = sum(group.uses == 0 for group in left), source.newest.number if source.newest else 0
+        stored = len(left)
+        while not stored or stored + 4 <= 4*capacity and (fresh < share*stored or stored < size):
+            expected, stored, fresh = expected + 1, stored + 4, fresh + 4
+        next(source)
+        assert source.newest.number == expected
+        numbers.append(expected)
+    assert share > 0 or all(b - a <= 1 for a, b in zip(numbers, numbers[1:]))
+
+
+def test_old_groups_go_whatever_their_use(model):
+    source = buffer(model, prompts=4, replays=50, max_age=3)
+    dealt = list(itertools.islice(source, 9))
+    assert [minibatch.number for minibatch in dealt] == [1, 1, 1, 2, 2, 2, 3, 3, 3]
+    assert [minibatch.metrics()['rollout_age'] for minibatch in dealt] == [0, 1, 2]*3
+
+
+def test_fresh_share_and_size_are_measured_before_dealing(model):
+    source = buffer(model, prompts=4, replays=2, minibatch_positions=2)
+    shown = [(m.metrics()['rollout_buffer_size'], m.metrics()['rollout_fresh_share']) for m in itertools.islice(source, 5)]
+    assert shown == [(4, 1.), (4, .5), (4, 0.), (2, 0.), (4, 1.)]
+
+
+def test_the_reported_rewards_are_those_of_the_newest_collection(model):
+    source = buffer(model, prompts=4, capacity=2, minibatch_positions=2)
+    for minibatch in itertools.islice(source, 9):
+        assert minibatch.metrics()['reward'] == source.newest.metrics()['reward']
+        assert minibatch.number == source.newest.number
+
+
+def test_tied_groups_are_left_out_where_asked(model):
+    def scorer(prompts, completions, targets=None):
+        scores = TASK(prompts, completions)
+        tied = torch.tensor([prompt.endswith(('1', '2', '3', '4')) for prompt in prompts])
+        return Scores(torch.where(tied, .5, torch.arange(len(prompts))/100), scores.components)
+    minibatch = next(buffer(model, prompts=20, env=0., scorer=scorer, drop_tied=True))
+    asked = [prompt for prompt, _ in keys(minibatch)]
+    assert asked and not [prompt for prompt in asked if prompt.endswith(('1', '2', '3', '4'))]
+    assert len(keys(next(buffer(model, prompts=20, env=0., scorer=scorer)))) == 20
+
+
+def test_a_collection_of_ties_alone_is_kept(model):
+    def scorer(prompts, completions, targets=None):
+        return Scores(torch.zeros(len(prompts)), TASK(prompts, completions).components)
+    assert len(keys(next(buffer(model, prompts=5, scorer=scorer, drop_tied=True)))) == 5
+
+
+def test_the_buffer_ends_with_its_collector(model):
+    source = RolloutBuffer(itertools.islice(collector(model), 2), BufferConfig(replays=2, minibatch_positions=3))
+    uses = [key for minibatch in source for key in keys(minibatch)]
+    assert len(uses) == 2*2*4 and all(uses.count(key) == 2 for key in uses)
+
+
+def test_a_cleared_buffer_collects_anew(model):
+    source = buffer(model, replays=9)
+    next(source)
+    source.clear()
+    assert next(source).number == 2 and len(source.experiences) == 1
+
+
+@pytest.mark.parametrize('stop', [1, 4, 7])
+@pytest.mark.parametrize('hidden', [False, True])
+def test_a_buffer_put_up_again_deals_the_same(base, stop, hidden, tmp_path):
+    def data_side():
+        prompts = PromptMix(TASK.samples, 8, .25)
+        config = CollectorConfig(group_size=G, temperature=1., max_new_tokens_policy=2, max_new_tokens_env=3, baseline='ema', keep_ref_hidden=hidden)
+        source = Collector(base, counting_policy(seed=3), TASK.tokenizer, prompts, TASK, config)
+        return prompts, source, RolloutBuffer(source, BufferConfig(replays=3, capacity=2, minibatch_positions=5))
+
+    def everything(minibatch):
+        return [x for part in minibatch.parts for x in (*part.rollouts.texts, part.rewards, part.advantages, part.ref_logprobs, part.loss_mask,
+                                                        part.clipped, part.rollouts.logprobs)] + [repr(minibatch.table), minibatch.number]
+
+    prompts, source, dealt = data_side()
+    list(itertools.islice(dealt, stop))
+    torch.save([prompts.state_dict(), collector_state(source), buffer_state(dealt)], tmp_path/'state.pt')
+    expected = [everything(minibatch) for minibatch in itertools.islice(dealt, 8)]
+    prompts, source, dealt = data_side()
+    states = torch.load(tmp_path/'state.pt', weights_only=True)
+    prompts.load_state_dict(states[0])
+    restore_collector(source, states[1])
+    restore_buffer(dealt, states[2], torch.device('cpu'))
+    for found, wanted in zip([everything(minibatch) for minibatch in itertools.islice(dealt, 8)], expected, strict=True):
+        assert all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in zip(found, wanted, strict=True))
+
+
+# what is trained, and the price of KL
+
+def test_truncated_completions_train_nothing_where_asked():
+    model = counting_policy(steps=0)    # untrained: every token is as likely as every other, the end token too
+    for masked in (False, True):
+        part = next(collector(model, env=0., prompts=10, max_new_tokens_policy=5, mask_truncated=masked)).parts[0]
+        assert part.clipped.any() and not part.clipped.all()
+        expected = part.rollouts.completion_mask & ~(part.clipped[:, None] & masked)
+        assert torch.equal(part.loss_mask, expected) and part.lengths.min() == 1
+
+
+@pytest.mark.parametrize('estimator', ['kl1', 'kl2', 'kl3'])
+def test_the_price_of_the_kl_is_taken_from_the_rewards_before_the_advantages(model, estimator):
+    source = collector(model, counting_policy(steps=5, seed=7), penalty_estimator=estimator)
+    source.penalty = lambda: .3
+    experience = next(source)
+    prices = []
+    for part in experience.parts:
+        d, mask = part.rollouts.logprobs - part.ref_logprobs, part.rollouts.completion_mask
+        token = {'kl1': d, 'kl2': d**2/2, 'kl3': (-d).exp() - 1 + d}[estimator]
+        prices.append(.3*torch.stack([token[i][mask[i]].sum() for i in range(len(mask))]))
+        assert_close(part.rewards, torch.tensor(part.components['reward'].to_numpy(), dtype=torch.float32) - prices[-1], atol=1e-5, rtol=0)
+    assert_close(torch.cat([part.advantages for part in experience.parts]), compute_advantages(torch.cat([part.rewards for part in experience.parts]), G))
+    assert experience.metrics()['kl_penalty'] == pytest.approx(float(torch.cat(prices).mean()), rel=1e-4) and abs(prices[0]).max() > .01
+
+
+def test_a_price_without_a_reference_is_refused(model):
+    source = collector(model, None)
+    source.penalty = lambda: .3
+    with pytest.raises(SettingError, match='reference'):
+        next(source)
 
 
 # bad settings
 
-@pytest.mark.parametrize('replays', [0, -1, 1.5, '2', True - 1])
-def test_replays_must_be_a_count(replays):
-    with pytest.raises(SettingError, match='replays'):
-        replay([], replays)
+@pytest.mark.parametrize('name', ['replays', 'capacity', 'minibatch_positions', 'max_age'])
+@pytest.mark.parametrize('value', [0, -1, 1.5, '2', True - 1])
+def test_counts_must_be_counts(name, value):
+    with pytest.raises(SettingError, match=name):
+        BufferConfig(**{name: value})
+
+
+@pytest.mark.parametrize('value', [-.1, 1.1])
+def test_the_fresh_share_is_a_share(value):
+    with pytest.raises(SettingError, match='fresh_share'):
+        BufferConfig(fresh_share=value)
 
 
 @pytest.mark.parametrize('options', [{'group_size': 1}, {'temperature': 0.}, {'temperature': -1.}, {'temperature': math.inf},
                                      {'temperature': math.nan}, {'max_new_tokens_policy': 0}, {'max_new_tokens_env': -1},
-                                     {'baseline': 'median'}, {'scale_rewards': 'task'}])
+                                     {'baseline': 'median'}, {'scale_rewards': 'task'}, {'penalty_estimator': 'forward'}])
 def test_bad_settings_name_themselves(options):
     with pytest.raises(ValueError, match=next(iter(options))):
         CollectorConfig(**options)

@@ -6,16 +6,19 @@ from typing import get_args
 
 import chess
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.testing import assert_close
 
+from rookworld_nb.positions import shipped
 from rookworld_nb.rewards import (BadTarget, MissingTarget, PolicyTruth, RewardConfig, RewardConfigError, RewardScorer,
                                   RunningNorm, Scaling, Shaping, blend_shares, env_scores, evals_score, candidates_score,
                                   judge_policy, scale_score)
-from rookworld_nb.rules import Candidate, EngineNotFound, Stockfish, env_step, find_stockfish, legal_moves
-from rookworld_nb.tasks import PolicyAnswer, env_prompt, format_env, format_policy, parse_env, policy_prompt, split_line
+from rookworld_nb.rules import Candidate, EngineError, EngineNotFound, Stockfish, env_step, find_stockfish, legal_moves
+from rookworld_nb.tasks import PolicyAnswer, env_prompt, format_env, format_policy, parse_env, parse_policy, policy_prompt, split_line
 
 FEN = 'r1bqkbnr/pppp1ppp/2n5/4p3/4P3/5N2/PPPP1PPP/RNBQKB1R w KQkq - 2 3'
 MOVES, EVALS = ('f1b5', 'd2d4', 'f1c4', 'b1c3', 'f1d3'), (.45, .28, .52, .28, .05)
@@ -391,3 +394,57 @@ def test_components_belong_to_their_task():
 def test_scalings_are_monotone_and_keep_the_ends(scaling):
     values = [scale_score(i/200, scaling) for i in range(201)]
     assert values == sorted(values) and values[0] == pytest.approx(0) and values[-1] == pytest.approx(1)
+
+
+# an engine that fails
+
+class Failing:
+    "Answers like the engine's stored answers, but fails on chosen positions."
+    def __init__(self, answers, fails):
+        self.answers, self.fails, self.asked = answers, fails, 0
+
+    def analyse(self, fen):
+        self.asked += 1
+        if self.fails(fen): raise EngineError(f'failed twice on {fen}')
+        return self.answers[fen]
+
+
+def positions_with_answers(count):
+    samples = [sample for sample in shipped('train') if sample.task == 'P'][:count]
+    answers = {}
+    for sample in samples:
+        answer = parse_policy(sample.line)
+        pairs = sorted(zip(answer.moves, answer.evals), key=lambda pair: -pair[1])
+        answers[sample.fen] = tuple(Candidate(uci, pawns) for uci, pawns in pairs)
+    return samples, answers
+
+
+@pytest.mark.parametrize('normalize', [False, True])
+def test_what_the_engine_fails_on_is_left_unjudged_and_the_rest_is_as_ever(normalize, caplog):
+    samples, answers = positions_with_answers(6)
+    prompts = [s.prompt for s in samples for _ in range(2)]
+    texts = [text for s in samples for text in (s.completion, ' M: a1a1 E: 0.0 B: a1a1')]
+    cfg = RewardConfig(normalize=normalize)
+    bad = {samples[1].fen, samples[4].fen}
+    broken = RewardScorer(cfg, Failing(answers, bad.__contains__))(prompts, texts)
+    kept = [i for i in range(12) if i//2 not in (1, 4)]
+    alone = RewardScorer(cfg, Failing(answers, lambda fen: False))([prompts[i] for i in kept], [texts[i] for i in kept])
+    assert_close(broken.rewards[kept], alone.rewards, rtol=0, atol=0)
+    assert broken.rewards[[2, 3, 8, 9]].eq(0).all()
+    assert broken.components['raw'].isna().tolist() == [i not in kept for i in range(12)]
+    pd.testing.assert_frame_equal(broken.components.iloc[kept].reset_index(drop=True), alone.components)
+    assert caplog.text.count('is not judged') == 2
+
+
+def test_an_engine_that_never_answers_ends_the_run():
+    samples, answers = positions_with_answers(12)
+    engine = Failing(answers, lambda fen: True)
+    with pytest.raises(EngineError, match='failed twice'):
+        RewardScorer(RewardConfig(), engine)([s.prompt for s in samples], [''] * 12)
+    assert engine.asked == 8
+
+
+def test_one_answer_is_enough_to_go_on():
+    samples, answers = positions_with_answers(12)
+    scores = RewardScorer(RewardConfig(), Failing(answers, lambda fen: fen != samples[3].fen))([s.prompt for s in samples], [''] * 12)
+    assert scores.components['raw'].isna().sum() == 11

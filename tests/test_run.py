@@ -1,6 +1,15 @@
 "The main job from configuration to run folder, on the embedded model, very short."
+import hashlib
+import itertools
 import json
-from dataclasses import replace
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict, replace
 
 import pandas as pd
 import pytest
@@ -9,7 +18,8 @@ import transformers
 
 from rookworld_nb.positions import shipped, write_lines
 from rookworld_nb.rules import EngineNotFound, Stockfish, fen_key, find_stockfish
-from rookworld_nb.run import Run, RunError, TrainConfig, closing_table, heldout_samples, train, training_samples
+from rookworld_nb.run import (CheckpointError, Run, RunError, TrainConfig, checkpoints_of, closing_table, heldout_samples, newest_checkpoint,
+                              read_checkpoint, train, training_samples)
 from rookworld_nb.weights import load_pretrained
 
 SHORT = TrainConfig(steps=4, batch_positions=5, group_size=4, eval_policy=6, eval_env=3, eval_samples=2, save_every=2, warmup_steps=1,
@@ -27,7 +37,8 @@ def test_the_run_folder_is_complete(finished):
     names = {path.relative_to(folder).as_posix() for path in folder.rglob('*') if path.is_file()}
     wanted = {'config.json', 'metrics.jsonl', 'train.log', 'summary.json', 'reward.png', 'completions/step-000001.csv',
               'completions/step-000003.csv', 'final_checkpoint/model.safetensors', 'final_checkpoint/config.json',
-              'final_checkpoint/tokenizer.json', 'checkpoint-2/model.safetensors', 'checkpoint-4/model.safetensors'}
+              'final_checkpoint/tokenizer.json', 'checkpoint-2/model.safetensors', 'checkpoint-4/model.safetensors',
+              'checkpoint-2/trainer.pt', 'final_checkpoint/trainer.pt', 'final_checkpoint/SHA256SUMS'}
     assert wanted <= names
     assert json.loads((folder/'config.json').read_text())['steps'] == 4
     assert len((folder/'metrics.jsonl').read_text().splitlines()) == 4
@@ -128,3 +139,186 @@ def test_a_live_engine_can_judge(tmp_path):
     run = Run(replace(SHORT, stockfish_path=find_stockfish(), output_dir=str(tmp_path/'live'), mix_env_ratio=0., eval_policy=0, eval_env=0))
     assert isinstance(run.scorer.engine, Stockfish) and not any(sample.completion for sample in run.samples if sample.task == 'P')
     assert next(run.steps())['reward'] != 0
+
+
+# killed and gone on with
+
+TINY = TrainConfig(steps=6, batch_positions=3, group_size=3, minibatch_positions=2, buffer_capacity=2, mix_env_ratio=.4, eval_policy=0, eval_env=0,
+                   save_every=2, warmup_steps=2, max_new_tokens=20, baseline_type='ema', kl_control='adaptive', normalize_rewards=True,
+                   reward_warmup_steps=4, device='cpu')
+TIMED = {'time', 'step_time', 'perf/gen_tok_s', 'perf/train_tok_s'}
+
+
+def rows_of(folder):
+    return [{name: value for name, value in json.loads(line).items() if name not in TIMED} for line in (folder/'metrics.jsonl').read_text().splitlines()]
+
+
+def digest(value):
+    "A value that can be compared, tensors by their bits."
+    if isinstance(value, torch.Tensor):
+        return str(value.dtype), tuple(value.shape), hashlib.sha256(value.contiguous().numpy().tobytes()).hexdigest()
+    if isinstance(value, dict):
+        return {name: digest(item) for name, item in value.items()}
+    return [digest(item) for item in value] if isinstance(value, list | tuple) else repr(value)
+
+
+def contents(folder):
+    "Everything that a run leaves behind, but for clocks: metrics, completions, weights, and what trainer.pt holds."
+    final = folder/'final_checkpoint'
+    state = read_checkpoint(final)
+    for experience in state['buffer']['experiences']:
+        experience['gen_seconds'] = None
+    return {'metrics': rows_of(folder), 'weights': (final/'model.safetensors').read_bytes(), 'state': digest(state),
+            'completions': {path.name: path.read_text() for path in (folder/'completions').iterdir()}}
+
+
+@pytest.fixture(scope='module')
+def whole(tmp_path_factory):
+    folder = tmp_path_factory.mktemp('whole')/'run'
+    assert len(list(Run(replace(TINY, output_dir=str(folder))).steps())) == 6
+    return folder
+
+
+def abandoned(folder, steps):
+    "A run left after some steps as `kill -9` leaves it: whatever the generator would have written on its way out is not there."
+    run = Run(replace(TINY, output_dir=str(folder)))
+    generator = run.steps()
+    for _ in range(steps):
+        next(generator)
+    aside = shutil.copytree(folder, folder.with_name('killed'))
+    generator.close()
+    shutil.rmtree(folder)
+    aside.rename(folder)
+
+
+@pytest.mark.parametrize('steps', [1, 2, 3, 4, 5])
+def test_a_killed_run_ends_as_if_it_had_not_been(whole, tmp_path, steps):
+    folder = tmp_path/'run'
+    abandoned(folder, steps)
+    assert not (folder/'final_checkpoint').exists()
+    run = Run(TrainConfig(output_dir=str(folder), resume=True))
+    assert run.trainer.step == steps//2*2
+    list(run.steps())
+    assert contents(folder) == contents(whole)
+
+
+def test_kill_9_of_the_command_at_any_moment(whole, tmp_path):
+    folder, command = tmp_path/'run', [sys.executable, '-m', 'rookworld_nb.cli', 'train']
+    flags = [word for name, value in asdict(TINY).items() if value != getattr(TrainConfig, name)
+             for word in ([f'--{name.replace("_", "-")}'] if value is True else [f'--{name.replace("_", "-")}', str(value)])]
+    environment = {**os.environ, 'OMP_NUM_THREADS': str(torch.get_num_threads())}
+    process = subprocess.Popen([*command, *flags, '--output-dir', folder], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment)
+    for _ in range(6000):
+        if (folder/'checkpoint-2').exists() or process.poll() is not None:
+            break
+        time.sleep(.02)
+    os.kill(process.pid, signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL and not (folder/'final_checkpoint').exists()
+    done = subprocess.run([*command, '--resume', '--output-dir', folder], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    found, expected = contents(folder), contents(whole)
+    del found['state']['random'], expected['state']['random']    # another process has other global random numbers; nothing draws from them
+    assert found == expected
+
+
+def test_more_steps_can_be_added(tmp_path):
+    folder = tmp_path/'run'
+    list(Run(replace(TINY, steps=2, output_dir=str(folder))).steps())
+    run = Run(TrainConfig(output_dir=str(folder), resume=True, steps=3))
+    assert [row['step'] for row in run.steps()] == [3] and len(rows_of(folder)) == 3
+
+
+def test_a_finished_run_resumes_to_nothing_more(whole, tmp_path):
+    folder = shutil.copytree(whole, tmp_path/'run')
+    assert list(Run(TrainConfig(output_dir=str(folder), resume=True)).steps()) == [] and contents(folder) == contents(whole)
+
+
+@pytest.mark.parametrize('harm', ['cut', 'flipped', 'missing', 'empty'])
+@pytest.mark.parametrize('name', ['trainer.pt', 'model.safetensors', 'SHA256SUMS'])
+def test_a_corrupt_checkpoint_is_named_and_the_one_before_is_taken(whole, tmp_path, harm, name, caplog):
+    folder = shutil.copytree(whole, tmp_path/'run')
+    shutil.rmtree(folder/'final_checkpoint')
+    path = folder/'checkpoint-6'/name
+    content = bytearray(path.read_bytes())
+    content[len(content)//2 if name != 'SHA256SUMS' else content.find(b'  trainer.pt') - 1] ^= 1
+    if harm == 'missing':
+        path.unlink()
+    else:
+        path.write_bytes({'cut': content[:len(content)//2], 'flipped': content, 'empty': b''}[harm])
+    with pytest.raises(CheckpointError, match='checkpoint-6'):
+        read_checkpoint(folder/'checkpoint-6')
+    found, state = newest_checkpoint(folder)
+    assert found.name == 'checkpoint-4' and state['trainer']['step'] == 4 and 'checkpoint-6' in caplog.text
+    if (name, harm) == ('trainer.pt', 'cut'):
+        list(Run(TrainConfig(output_dir=str(folder), resume=True)).steps())
+        assert contents(folder) == contents(whole)
+
+
+def test_only_the_newest_checkpoints_are_kept(whole):
+    assert [path.name for path in checkpoints_of(whole)] == ['checkpoint-4', 'checkpoint-6'] and not list(whole.glob('.*'))
+
+
+def test_a_checkpoint_half_written_is_no_checkpoint(whole, tmp_path):
+    folder = shutil.copytree(whole, tmp_path/'run')
+    shutil.rmtree(folder/'final_checkpoint')
+    (folder/'checkpoint-6').rename(folder/'.checkpoint-6.part')
+    assert newest_checkpoint(folder)[0].name == 'checkpoint-4'
+
+
+def test_an_interrupted_step_is_not_gone_on_with(whole, tmp_path, monkeypatch):
+    folder = tmp_path/'run'
+    run = Run(replace(TINY, output_dir=str(folder)))
+    generator = run.steps()
+    for _ in range(3):
+        next(generator)
+    monkeypatch.setattr('rookworld_nb.trainer.take_step', lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        next(generator)
+    monkeypatch.undo()
+    assert (folder/'final_checkpoint'/'model.safetensors').exists() and not (folder/'final_checkpoint'/'trainer.pt').exists()
+    list(Run(TrainConfig(output_dir=str(folder), resume=True)).steps())
+    assert contents(folder) == contents(whole)
+
+
+@pytest.mark.parametrize('asked, message', [
+    (dict(lr=1e-3), r'--lr 0.001: the run in .* has None'), (dict(group_size=4), '--group-size 4: .* has 3'), (dict(seed=5), '--seed 5: .* has 0')])
+def test_another_run_is_not_a_continuation(whole, asked, message):
+    with pytest.raises(RunError, match=message):
+        Run(TrainConfig(output_dir=str(whole), resume=True, **asked))
+
+
+def test_other_data_are_noticed(whole, tmp_path):
+    write_lines(shipped('train')[:20] + shipped('train')[-20:], tmp_path/'data.txt')
+    list(Run(replace(TINY, steps=2, output_dir=str(tmp_path/'run'), data=str(tmp_path/'data.txt'))).steps())
+    write_lines(shipped('train')[:21] + shipped('train')[-20:], tmp_path/'data.txt')
+    with pytest.raises(RunError, match='--data .*data.txt: not what the run'):
+        Run(TrainConfig(output_dir=str(tmp_path/'run'), resume=True))
+
+
+def test_without_a_folder_the_newest_run_is_taken(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RunError, match='--resume: no run in runs'):
+        Run(TrainConfig(resume=True))
+    for name in ('one', 'two'):
+        next(Run(replace(TINY, output_dir=f'runs/{name}')).steps())
+    os.utime('runs/one', (0, 0))
+    assert Run(TrainConfig(resume=True)).folder.name == 'two'
+
+
+# numbers that are none
+
+def test_a_poisoned_reward_is_saved_and_the_run_goes_on(tmp_path):
+    run = Run(replace(TINY, output_dir=str(tmp_path/'run'), normalize_rewards=False))
+    scorer, calls = run.collector.scorer, itertools.count()
+
+    def poisoned(*args):
+        scores = scorer(*args)
+        if next(calls) == 1:
+            scores.rewards[1] = math.nan
+        return scores
+    run.collector.scorer = poisoned
+    rows = list(run.steps())
+    assert len(rows) == 6 and rows[-1]['skipped_updates'] >= 1
+    saved = list((tmp_path/'run'/'skipped').iterdir())
+    assert len(saved) == rows[-1]['skipped_updates'] and pd.read_csv(saved[0])['broken'].any()
+    assert all(p.isfinite().all() for p in run.model.parameters())

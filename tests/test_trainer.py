@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from rookworld_nb.buffer import Collector, CollectorConfig, CountingTask, counting_policy, replay
+from rookworld_nb.buffer import BufferConfig, Collector, CollectorConfig, CountingTask, RolloutBuffer, counting_policy
 from rookworld_nb.grpo import grpo_loss
 from rookworld_nb.kl import KLConfig, SettingError
 from rookworld_nb.model import GPT
 from rookworld_nb.positions import PromptMix, Sample
 from rookworld_nb.rewards import Scores
 from rookworld_nb.sampling import completion_logprobs
-from rookworld_nb.trainer import (FirstUpdateError, Trainer, TrainerConfig, accumulate_gradients, build_optimizer, check_first_update,
-                                  items_of, lr_factor, micro_batches)
+from rookworld_nb.trainer import (Critic, FirstUpdateError, Health, Learning, Trainer, TrainerConfig, accumulate_gradients, build_optimizer,
+                                  check_first_update, items_of, lr_factor, micro_batches, restore_trainer, trainer_state)
 
 TASK = CountingTask()
 G = 4
@@ -50,6 +50,10 @@ def weights(model):
 
 def same(model, before):
     return all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+def replay(source, replays):
+    return RolloutBuffer(source, BufferConfig(replays=replays))
 
 
 def steps(trainer, experiences, count):
@@ -180,7 +184,7 @@ def test_the_update_is_the_same_whatever_the_pieces(base, loss_type, importance_
     found = []
     for size in (None, 8, 4, 2, 1):
         trainer = Trainer(copy.deepcopy(model), config(loss_type=loss_type, importance_level=importance_level, micro_batch_size=size, entropy_coef=.01))
-        rows = steps(trainer, replay([experience], 3), 3)
+        rows = steps(trainer, [experience]*3, 3)
         found.append((weights(trainer.model), rows[-1]))
     for parameters, row in found[1:]:
         assert_close(parameters, found[0][0], rtol=1e-7, atol=1e-9)
@@ -207,7 +211,7 @@ def test_the_gradient_equals_that_of_one_padded_batch(base, loss_type):
     expected = torch.cat([p.grad.flatten() for p in model.parameters()])
 
     split = copy.deepcopy(base).double()
-    accumulate_gradients(split, experience, config(loss_type=loss_type), kl_coef=0.)
+    accumulate_gradients(Learning(split, config(loss_type=loss_type), 0., items_of(experience, loss_type), 1, 3), experience)
     found = torch.cat([p.grad.flatten() for p in split.parameters()])
     assert_close(found, expected, rtol=1e-4, atol=1e-6)  # the sampler's old log-probabilities are fp32
 
@@ -360,7 +364,7 @@ def test_a_bad_reward_moves_nothing(model, value, when):
     rows = steps(trainer, collector(model), when)
     before, state = weights(model), copy.deepcopy(trainer.optimizer.state_dict())
     row, = steps(trainer, collector(model, scorer=poisoned_rewards(value)), 1)
-    assert row['skipped_updates'] == trainer.skipped == 1 and same(model, before)
+    assert row['skipped_updates'] == trainer.health.skipped == 1 and same(model, before)
     assert_close(trainer.optimizer.state_dict()['state'], state['state'], rtol=0, atol=0)
     assert [r['skipped_updates'] for r in rows] == [0]*when and row['step'] == when + 1
     row, = steps(trainer, collector(model), 1)
@@ -375,10 +379,10 @@ def test_a_bad_gradient_moves_nothing(model, value, micro_batch_size):
     before, trainer = weights(model), Trainer(model, config(micro_batch_size=micro_batch_size))
     row, = steps(trainer, collector(model), 1)
     assert math.isfinite(row['loss']) and not math.isfinite(row['grad_norm'])
-    assert trainer.skipped == 1 and same(model, before) and not trainer.optimizer.state
+    assert trainer.health.skipped == 1 and same(model, before) and not trainer.optimizer.state
     bad.remove()
     steps(trainer, collector(model), 1)
-    assert trainer.skipped == 1 and not same(model, before)
+    assert trainer.health.skipped == 1 and not same(model, before)
 
 
 def test_one_bad_piece_of_many_is_enough(model):
@@ -386,7 +390,7 @@ def test_one_bad_piece_of_many_is_enough(model):
     experience.parts[-1].advantages[-1] = math.nan
     before, trainer = weights(model), Trainer(model, config(micro_batch_size=2))
     steps(trainer, [experience], 1)
-    assert trainer.skipped == 1 and same(model, before)
+    assert trainer.health.skipped == 1 and same(model, before)
 
 
 def test_a_skipped_step_is_logged(model, caplog):
@@ -458,20 +462,20 @@ def test_the_gradient_is_clipped_to_the_length(model, monkeypatch):
 # the KL
 
 def test_the_run_ends_where_the_policy_diverges(model):
-    trainer = Trainer(model, config(steps=50, lr=.1, kl_divergence_threshold=.3))
+    trainer = Trainer(model, config(steps=50, lr=.1, kl_divergence_threshold=.3, max_recoveries=0))
     source = collector(model)
     rows, before = [], None
-    for row in trainer.run(source):
+    for row in itertools.islice(trainer.run(source), 50):
         if not trainer.diverged:
             before = weights(model)
         rows.append(row)
     assert trainer.diverged and 1 < len(rows) < 50 and rows[-1]['kl'] > .3 >= max(row['kl'] for row in rows[:-1])
     assert f'diverged at step {len(rows)}' in trainer.stop_reason and 'above 0.3' in trainer.stop_reason
-    assert same(model, before) and trainer.skipped == 0
+    assert same(model, before) and trainer.health.skipped == 0
     assert next(trainer.run(source), None) is None
 
 
-def test_the_control_acts_once_per_experience(model):
+def test_the_control_acts_once_per_collection(model):
     kl = KLConfig(kl_coef=.02, kl_control='adaptive', kl_target=1e-6)
     rows = steps(Trainer(model, config(lr=1e-2, kl=kl)), replay(collector(model), 3), 9)
     assert [row['kl_coef'] for row in rows] == pytest.approx([.02] + [.02/1.5]*3 + [.02]*3 + [.02*1.5]*2)
@@ -506,6 +510,230 @@ def test_the_estimator_reaches_the_loss(base, estimator):
         loss, _ = grpo_loss(micro.logprobs(model)[0], part.rollouts.logprobs, part.ref_logprobs, part.advantages,
                             part.rollouts.completion_mask, kl_coef=1., kl_estimator=estimator, kl_unbiased=False)
     assert trainer.update(experience)['loss'] == pytest.approx(loss.item(), rel=1e-5)
+
+
+# an exact KL
+
+def whole_distributions(model, experience):
+    "Log-probabilities over the vocabulary at every completion token, by a plain forward pass; one (T, V) a completion."
+    found = []
+    for part in experience.parts:
+        r = part.rollouts
+        for i in range(len(r.texts)):
+            prompt, answer = r.prompt_ids[i//G][r.prompt_mask[i//G]], r.completion_ids[i][r.completion_mask[i]]
+            logits = model(torch.cat([prompt, answer])[None])[0, len(prompt)-1:-1]
+            found.append((logits/r.temperature).log_softmax(-1))
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize('estimator', ['forward', 'reverse', 'symmetric'])
+@pytest.mark.parametrize('micro_batch_size', [None, 4])
+def test_an_exact_kl_is_that_of_the_whole_distributions_and_so_is_its_gradient(base, estimator, micro_batch_size):
+    reference, model = copy.deepcopy(base), counting_policy(steps=60, seed=4)
+    experience = uneven(model, ref_model=reference, temperature=.8, keep_ref_hidden=True)
+    silent = replace(experience, parts=tuple(replace(p, advantages=torch.zeros_like(p.advantages)) for p in experience.parts))
+    settings = config(kl_estimator=estimator, kl=KLConfig(kl_coef=.7), micro_batch_size=micro_batch_size)
+    items = items_of(silent, 'dapo')
+    model.zero_grad()
+    metrics, _ = accumulate_gradients(Learning(model, settings, .7, items, items, 3, reference), silent)
+    found = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    with torch.no_grad():
+        ref = whole_distributions(reference, silent)
+    policy = whole_distributions(model, silent)
+    forward, reverse = (policy.exp()*(policy - ref)).sum(-1), (ref.exp()*(ref - policy)).sum(-1)
+    kl = {'forward': forward, 'reverse': reverse, 'symmetric': (forward + reverse)/2}[estimator].mean()
+    (.7*kl).backward()
+    assert metrics['kl'] == pytest.approx(kl.item(), rel=1e-4) and metrics['kl'] > .01
+    assert metrics['loss'] == pytest.approx(.7*kl.item(), rel=1e-4)
+    for gradient, p in zip(found, model.parameters()):
+        assert_close(gradient, p.grad, atol=1e-5, rtol=1e-3)
+
+
+def test_an_exact_kl_needs_the_reference(model):
+    with pytest.raises(SettingError, match='forward'):
+        Trainer(model, config(kl_estimator='forward'))
+
+
+def test_a_kl_in_the_reward_is_measured_but_no_term_of_the_loss(model):
+    other = counting_policy(steps=60, seed=4)
+    experience = uneven(model, ref_model=other)
+    trainer = Trainer(model, config(kl_in_reward=True, kl=KLConfig(kl_coef=5.), identity_tolerance=1e9))
+    row, = steps(trainer, [experience], 1)
+    assert row['kl'] > .01 and 'kl_loss' not in row and row['loss'] == row['policy_loss'] and row['kl_coef'] == 5.
+
+
+# a critic
+
+def test_advantages_of_the_critic_are_those_of_gae(base):
+    model, critic = copy.deepcopy(base), Critic(32)
+    torch.manual_seed(0)
+    torch.nn.init.normal_(critic.head.weight)
+    experience = uneven(model)
+    settings = config(use_gae=True, gamma=.9, gae_lambda=.8, kl=KLConfig(kl_coef=0.), value_loss_coef=.5)
+    items = items_of(experience, 'dapo')
+    learning = Learning(model, settings, 0., items, items, 3, None, critic)
+    advantages, returns, values = [], [], []
+    for micro in micro_batches(experience):
+        columns = learning.piece(micro)
+        for i, mask in enumerate(micro.completion_mask):
+            n = int(mask.sum())
+            v = columns['values'][i][:n].tolist() + [0.]
+            rewards, carry, row = [0.]*(n - 1) + [float(micro.rewards[i])], 0., []
+            for t in reversed(range(n)):
+                carry = rewards[t] + .9*v[t+1] - v[t] + .9*.8*carry
+                row.insert(0, carry)
+            assert columns['advantages'][i][:n].tolist() == pytest.approx(row, abs=1e-5)
+            advantages += row
+            returns += [a + b for a, b in zip(row, v)]
+            values += v[:n]
+    metrics, _ = accumulate_gradients(learning, experience)
+    error = sum((r - v)**2/2 for r, v in zip(returns, values))/len(values)
+    assert metrics['value_loss'] == pytest.approx(error, rel=1e-4)
+    assert metrics['loss'] == pytest.approx(-sum(advantages)/len(advantages) + .5*error, rel=1e-3)
+    mean = sum(returns)/len(returns)
+    left = [r - v for r, v in zip(returns, values)]
+    spread = sum((x - sum(left)/len(left))**2 for x in left)/sum((r - mean)**2 for r in returns)
+    assert metrics['explained_variance'] == pytest.approx(1 - spread, rel=1e-3)
+
+
+def test_with_a_critic_the_reward_rises_too(model):
+    trainer = Trainer(model, config(steps=60, lr=3e-3, use_gae=True, gamma=1., kl=KLConfig(kl_coef=.001), value_loss_coef=1.))
+    rows = list(trainer.run(replay(collector(model, env=0., prompts=8), 2)))
+    assert sum(row['reward'] for row in rows[-6:]) > sum(row['reward'] for row in rows[:6]) + 6*.15
+    assert rows[-1]['value_loss'] < rows[0]['value_loss'] and trainer.critic.head.weight.abs().max() > 0
+
+
+# after a failure
+
+def test_a_diverged_run_goes_back_and_halves_its_rate(model):
+    settings = config(steps=60, lr=.1, warmup_steps=0, kl_divergence_threshold=.3, max_recoveries=2, lr_schedule='constant')
+    trainer, before = Trainer(model, settings), weights(model)
+    source, rows = replay(collector(model), 2), []
+    for row in itertools.islice(trainer.run(source), 60):
+        if trainer.failure and not trainer.diverged:
+            assert same(model, before) and not source.groups and not trainer.optimizer.state
+        rows.append(row)
+    assert trainer.diverged and trainer.health.recoveries == 2 and 'after 2 recoveries: kl is' in trainer.stop_reason
+    falls = [row['step'] for row in rows if row['kl'] > .3]
+    assert len(falls) == 3 and falls[-1] == len(rows)
+    rates = [.1/2**sum(fall < row['step'] for fall in falls) for row in rows]
+    assert [row['learning_rate'] for row in rows] == pytest.approx(rates)
+    assert [row['recoveries'] for row in rows] == [sum(fall < row['step'] for fall in falls) for row in rows]
+
+
+def test_a_recovery_goes_back_to_what_was_remembered_last(model):
+    trainer = Trainer(model, config(steps=50, lr=3e-3))
+    source = replay(collector(model), 2)
+    run = trainer.run(source)
+    for _ in range(4):
+        next(run)
+    trainer.remember()
+    good, state = weights(model), copy.deepcopy(trainer.optimizer.state_dict()['state'])
+    next(run)
+    trainer.config = replace(trainer.config, kl_divergence_threshold=1e-9)
+    next(run)
+    assert trainer.health.recoveries == 1 and same(model, good)
+    assert_close(trainer.optimizer.state_dict()['state'], state, rtol=0, atol=0)
+    trainer.config = replace(trainer.config, kl_divergence_threshold=None)
+    next(run)
+    assert not same(model, good) and equal_states(trainer.good['model'], good)
+
+
+def equal_states(state, before):
+    return all(torch.equal(state[name], value) for name, value in before.items())
+
+
+def test_updates_skipped_in_a_row_are_a_failure(model):
+    trainer = Trainer(model, config(steps=9, max_skipped=2, max_recoveries=1))
+    rows = list(trainer.run(collector(model, scorer=poisoned_rewards(math.nan))))
+    assert len(rows) == 4 and trainer.diverged and rows[-1]['skipped_updates'] == 4 and rows[-1]['recoveries'] == 1
+    assert 'diverged at step 4 after 1 recoveries: 2 updates in a row' in trainer.stop_reason
+
+
+def test_a_single_skipped_update_is_none(model):
+    scorers = itertools.cycle([poisoned_rewards(math.nan), TASK])
+    def experiences():
+        for scorer in scorers:
+            yield next(collector(model, scorer=scorer))
+    trainer = Trainer(model, config(steps=8, max_skipped=2))
+    rows = list(trainer.run(experiences()))
+    assert len(rows) == 8 and trainer.health.recoveries == 0 and rows[-1]['skipped_updates'] == 4
+
+
+LIMITS = dict(kl_divergence_threshold=.5, kl_tail_threshold=2., kl_spike_factor=4., kl=KLConfig(kl_target=.05))
+
+
+@pytest.mark.parametrize(('kl', 'tail', 'mean', 'reason'), [
+    (.4, 1., None, ''), (.51, 1., None, 'kl is 0.51 nats per token, above 0.5'), (.4, 2.1, None, 'kl_95pct is 2.1 nats per token, above 2'),
+    (.19, 1., .01, ''), (.21, 1., .01, 'kl is 0.21 nats per token, above 0.2'), (.39, 1., .1, ''), (.41, 1., .1, 'above 0.4'), (math.nan, math.nan, .1, '')])
+def test_each_limit_fires_above_itself(kl, tail, mean, reason):
+    health = Health(kl_mean=mean)
+    found = health.failure({'kl': kl, 'kl_95pct': tail}, config(**LIMITS))
+    assert reason in found and bool(found) == bool(reason)
+
+
+def test_the_running_mean_follows_the_kl_and_ignores_failures():
+    health, settings = Health(), config(**LIMITS)
+    for kl, mean in ((.1, .1), (.2, .11), (math.nan, .11), (.49, .11), (.01, .1)):
+        health.failure({'kl': kl}, settings)
+        assert health.kl_mean == pytest.approx(mean)
+
+
+def test_without_limits_nothing_is_a_failure():
+    free = config(kl_divergence_threshold=None)
+    assert Health(kl_mean=1e-9).failure({'kl': 1e9, 'kl_95pct': 1e9}, free) == ''
+
+
+@pytest.mark.parametrize('micro_batch_size', [None, 4])
+def test_the_table_of_a_skipped_update_names_the_broken_completions(model, micro_batch_size):
+    trainer = Trainer(model, config(micro_batch_size=micro_batch_size))
+    experience = uneven(model)
+    experience.parts[1].advantages[2] = math.nan
+    steps(trainer, [experience], 1)
+    at = len(experience.parts[0].rewards) + 2
+    assert trainer.broken['broken'].tolist() == [row == at for row in range(len(experience.table))]
+    assert trainer.broken['completion'].tolist() == experience.table['completion'].tolist()
+    steps(trainer, collector(model), 1)
+    assert trainer.broken is None
+
+
+# checkpoints
+
+@pytest.mark.parametrize('options', [{}, {'use_gae': True}, {'kl': KLConfig(kl_coef=.02, kl_control='adaptive', kl_target=1e-4)}])
+def test_a_restored_trainer_goes_on_as_the_first_would_have(base, options, tmp_path):
+    experiences = list(itertools.islice(collector(copy.deepcopy(base), env=.5), 6))
+    first = Trainer(copy.deepcopy(base), config(kl_divergence_threshold=9., kl_spike_factor=99., **options))
+    steps(first, experiences[:3], 3)
+    first.health.lr_scale, first.health.recoveries = .5, 1
+    torch.save([trainer_state(first), first.model.state_dict()], tmp_path/'state.pt')
+    expected = [{name: value for name, value in row.items() if name not in ('step_time', 'perf/train_tok_s')} for row in steps(first, experiences[3:], 3)]
+    state, parameters = torch.load(tmp_path/'state.pt', weights_only=True)
+    second = Trainer(copy.deepcopy(base), first.config)
+    second.model.load_state_dict(parameters)
+    restore_trainer(second, state)
+    assert equal_states(second.good['model'], parameters)
+    rows = steps(second, experiences[3:], 3)
+    assert [{name: row[name] for name in expected[0]} for row in rows] == expected and rows[0]['step'] == 4
+    assert same(second.model, weights(first.model))
+
+
+def test_gradients_of_the_models_past_do_not_matter(base):
+    found = []
+    for past in (None, 1.):
+        model = copy.deepcopy(base)
+        for p in model.parameters():
+            p.grad = None if past is None else torch.full_like(p, past)
+        steps(Trainer(model, config()), [uneven(copy.deepcopy(base))], 1)
+        found.append(weights(model))
+    assert_close(*found, rtol=0, atol=0)
+
+
+def test_a_run_that_is_done_yields_nothing(model):
+    trainer = Trainer(model, config(steps=2))
+    steps(trainer, collector(model), 2)
+    trainer.stop_reason = ''
+    assert list(trainer.run(collector(model))) == [] and trainer.stop_reason == 'all 2 steps are done'
 
 
 # the generator
@@ -567,7 +795,8 @@ def test_check_first_update_is_silent_where_all_is_well(model):
 @pytest.mark.parametrize('options', [
     {'steps': 0}, {'lr': -1.}, {'lr': math.inf}, {'lr': math.nan}, {'lr_schedule': 'step'}, {'lr_final': 1.5}, {'warmup_steps': -1},
     {'weight_decay': -.1}, {'grad_clip': 0.}, {'micro_batch_size': 0}, {'clip_low': -.1}, {'clip_high': math.nan}, {'loss_type': 'mean'},
-    {'importance_level': 'word'}, {'kl_estimator': 'forward'}, {'kl_divergence_threshold': 0.}, {'entropy_coef': math.nan},
+    {'importance_level': 'word'}, {'kl_estimator': 'k3'}, {'kl_divergence_threshold': 0.}, {'kl_tail_threshold': 0.}, {'kl_spike_factor': -1.},
+    {'max_skipped': 0}, {'max_recoveries': -1}, {'gamma': 1.1}, {'gae_lambda': -.1}, {'value_loss_coef': -1.}, {'clip_low': 2.}, {'entropy_coef': math.nan},
     {'identity_tolerance': 0.}, {'betas': (.9, 1.)}])
 def test_bad_settings_name_themselves(options):
     with pytest.raises(ValueError, match=next(iter(options))):

@@ -1,0 +1,88 @@
+"""Kill a run at random moments, resume it, and compare it bit for bit with one that nobody disturbed.
+
+    python benchmarks/kill_resume.py --kills 25
+
+Every trial starts `rookworld train` on a small configuration, sends it `kill -9` after a random time (which may fall before the first step, in
+the middle of one, or into the writing of a checkpoint), resumes it to the end, and compares weights, optimiser, random numbers, buffer, metrics
+and completions with the undisturbed run. Prints a line a trial and a summary; exit code 1 where one differs.
+"""
+import argparse
+import hashlib
+import json
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+FLAGS = ('--steps 12 --batch-positions 4 --group-size 4 --minibatch-positions 3 --buffer-capacity 2 --mix-env-ratio 0.25 --max-new-tokens 32 '
+         '--eval-policy 0 --eval-env 0 --save-every 2 --baseline-type ema --kl-control adaptive --normalize-rewards').split()
+CLOCKS = {'time', 'step_time', 'perf/gen_tok_s', 'perf/train_tok_s'}
+
+
+def train(folder, flags):
+    "Start the command; its output goes to a file beside the run."
+    log = open(folder.with_suffix('.log'), 'a')
+    return subprocess.Popen([sys.executable, '-m', 'rookworld_nb.cli', 'train', '--output-dir', folder, *flags], stdout=log, stderr=log)
+
+
+def digest(value):
+    "Tensors by their bits, everything else as text; what a clock has written is left out."
+    if isinstance(value, torch.Tensor):
+        return hashlib.sha256(value.contiguous().numpy().tobytes()).hexdigest()
+    if isinstance(value, dict):
+        return {name: digest(item) for name, item in value.items() if name != 'gen_seconds'}
+    return [digest(item) for item in value] if isinstance(value, list | tuple) else repr(value)
+
+
+def contents(folder):
+    "What a finished run left behind."
+    final = folder/'final_checkpoint'
+    rows = [json.loads(line) for line in (folder/'metrics.jsonl').read_text().splitlines()]
+    return {'weights': hashlib.sha256((final/'model.safetensors').read_bytes()).hexdigest(),
+            'state': digest(torch.load(final/'trainer.pt', weights_only=True)),
+            'metrics': [{name: value for name, value in row.items() if name not in CLOCKS} for row in rows],
+            'completions': {path.name: path.read_text() for path in sorted((folder/'completions').iterdir())}}
+
+
+def trial(folder, after):
+    "Kill a run after so many seconds, resume it; the step it had reached, and what it left behind."
+    process = train(folder, FLAGS)
+    time.sleep(after)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    reached = len((folder/'metrics.jsonl').read_text().splitlines()) if (folder/'metrics.jsonl').exists() else 0
+    again = ['--resume'] if (folder/'config.json').exists() else FLAGS    # killed before anything was written: start again
+    if train(folder, again).wait():
+        raise SystemExit(f'the resumed run failed: see {folder.with_suffix(".log")}')
+    return reached, contents(folder)
+
+
+def main():
+    options = argparse.ArgumentParser(description=__doc__.partition('\n')[0])
+    options.add_argument('--kills', type=int, default=25, help='trials')
+    options.add_argument('--seed', type=int, default=0, help='of the moments')
+    options = options.parse_args()
+    rng = random.Random(options.seed)
+    with tempfile.TemporaryDirectory() as place:
+        start, whole = time.perf_counter(), Path(place)/'whole'
+        train(whole, FLAGS).wait()
+        seconds, expected = time.perf_counter() - start, contents(whole)
+        equal = 0
+        for number in range(options.kills):
+            after = rng.uniform(.2, 1.)*seconds
+            reached, found = trial(Path(place)/f'killed-{number}', after)
+            differing = [name for name in expected if found[name] != expected[name]]
+            equal += not differing
+            print(f'kill {number + 1:2d} after {after:5.1f} of {seconds:.1f} s, {reached:2d} of 12 steps logged: '
+                  + (f'{", ".join(differing)} differ' if differing else 'equal'), flush=True)
+    print(f'{equal} of {options.kills} bit-equal')
+    sys.exit(equal < options.kills)
+
+
+if __name__ == '__main__':
+    main()

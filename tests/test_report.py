@@ -1,0 +1,519 @@
+"The report of a run folder, whatever state the run is in, and the optional metric writers."
+import ast
+import base64
+import importlib
+import json
+import math
+import re
+import sys
+import types
+from dataclasses import asdict, replace
+from html.parser import HTMLParser
+from io import BytesIO
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from PIL import Image
+
+from rookworld_nb import report as module
+from rookworld_nb.cli import flags_of, parser_of, read_settings
+from rookworld_nb.monitor import MetricError, RunWriter, metric_rows, overall, plain, simulated_run
+from rookworld_nb.report import (MetricWriter, MissingExtraError, ReportError, TensorBoardWriter, WandbWriter, bin_edges,
+                                 changed_settings, command_line, comparison, ending, findings, first_update, number,
+                                 pick_samples, plot_distributions, plot_lights, ranges, read_run, report, spread)
+from rookworld_nb.run import BY_MODEL, TrainConfig
+
+STEPS, START = 12, 1.75e9
+CONFIG = TrainConfig(steps=STEPS, lr=2e-3, data='my lines.txt', kl_unbiased=False)
+HOSTILE = '"><script>alert(1)</script><img src=x onerror=alert(1)>\' & &amp; </pre></style>'
+PICTURES = {'differences', 'curves', 'bands', 'task_P', 'task_A', 'distributions', 'lights'}
+
+
+def completions(step: int, count: int = 4) -> list[dict]:
+    "A table of both tasks whose rewards and texts tell where they come from."
+    return [{'prompt': f'{task}: prompt {step}', 'completion': f'text-{step}-{task}-{i}', 'task': task, 'tokens': 10 + step + i,
+             'reward': round(.05*step + .1*i + .001, 4), 'advantage': i - 1.5, 'format': 1., 'candidates' if task == 'P' else 'fen': .25}
+            for task in 'PA' for i in range(count)]
+
+
+def compared(task: str, temperature: float, metric: str, difference: float, z: float | None, error: float = .01) -> dict:
+    "A row of summary.json."
+    return {'task': task, 'temperature': temperature, 'metric': metric, 'before': .4321, 'after': .4321 + difference,
+            'difference': difference, 'standard_error': error, 'z': z, 'n': 48, 'chance': None}
+
+
+COMPARISON = [compared('A', 0., 'reward', .0123, 1.9), compared('P', 0., 'reward', .0456, 2.0), compared('P', 1., 'eval_error', .2, 5.1),
+              compared('P', 1., 'right_count', .03, -.4), compared('P', 1., 'reward', -.0789, -3.3), compared('A', 1., 'reward', .01, None, 0.)]
+
+
+def write_run(folder: Path, config: object = CONFIG, steps: int = STEPS, tables: tuple = (1, 5, 9), summary: bool = True,
+              collapse_at: int = -8) -> Path:
+    "A run folder as training leaves it."
+    with RunWriter(folder, asdict(config) if isinstance(config, TrainConfig) else config) as writer:
+        for row in simulated_run(steps, collapse_at=collapse_at):
+            first = {'ratio_max': 1., 'kl': 0., 'clip_ratio/region_mean': 0.} if row['step'] == 1 else {}
+            writer.log(row | first | {'time': START + 60*row['step'], 'rewards/P_best/mean': .5, 'rewards/A_fen/mean': .25})
+        for step in tables:
+            writer.table(step, completions(step))
+        if summary:
+            writer.summary({'stop_reason': f'all {steps} steps are done', 'steps': steps, 'comparison': COMPARISON})
+    return folder
+
+
+class Document(HTMLParser):
+    "Tags, attributes and text of a page, as a browser would see them."
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.tags, self.attributes, self.words, self.style, self.inside = [], [], [], '', ''
+        self.feed(path.read_text(encoding='utf-8'))
+        self.text = ''.join(self.words)
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append(tag)
+        self.attributes += [(tag, *each) for each in attributes]
+        self.inside = tag
+
+    def handle_endtag(self, tag):
+        self.inside = ''
+
+    def handle_data(self, data):
+        if self.inside == 'style':
+            self.style += data
+        else:
+            self.words.append(data)
+
+    def values(self, tag: str, name: str) -> list[str]:
+        return [value for t, n, value in self.attributes if (t, n) == (tag, name)]
+
+
+@pytest.fixture(scope='module')
+def folder(tmp_path_factory) -> Path:
+    "A finished run with its report; tests only read it."
+    folder = write_run(tmp_path_factory.mktemp('runs')/'finished')
+    assert report(folder) == folder/'report.html'
+    return folder
+
+
+# ---- what is on the page
+
+def test_the_page_holds_the_numbers_of_the_folder(folder):
+    text, rows = Document(folder/'report.html').text, metric_rows(folder/'metrics.jsonl')
+    assert 'nano' in text and '12 of 12' in text and 'all 12 steps are done' in text
+    assert '2025-06-15 15:07 UTC' in text and '2025-06-15 15:18 UTC' in text
+    rewards = [row['reward'] for row in rows]
+    assert f'{rewards[0]:.3f} at first, {max(rewards):.3f} at best, {rewards[-1]:.3f} at last' in text
+    assert f'{sum(row["step_time"] for row in rows)/60:.1f} min' in text and f'{rows[-1]["num_tokens"]:,}' in text
+    for row in COMPARISON:
+        assert f'{row["after"]:.3f}' in text and f'{row["difference"]:+.3f}' in text
+    for task in 'PA':
+        for step in (1, 5, 9):
+            assert f'text-{step}-{task}-3' in text and f'text-{step}-{task}-0' in text
+            assert f'{.05*step + .301:.3f}' in text
+    assert 'lr' in text and '0.002' in text and 'my lines.txt' in text
+
+
+def test_the_table_begins_with_what_matters_and_marks_what_is_significant():
+    table = comparison({'comparison': COMPARISON})
+    order = list(zip(table['task'], table['temperature'], table['metric'], table['verdict']))
+    assert order == [('P', 1., 'reward', 'worse'), ('P', 0., 'reward', 'better'), ('A', 1., 'reward', 'better'), ('A', 0., 'reward', ''),
+                     ('P', 1., 'eval_error', 'worse'), ('P', 1., 'right_count', '')]
+    assert table['z'].iloc[2] == math.inf
+
+
+def test_the_page_shows_the_table_in_that_order(folder):
+    cells = re.findall(r'<tr><td>([PA])</td><td>(.*?)</td>.*?<b>(\w+)</b>.*?</tr>', (folder/'report.html').read_text())
+    assert cells == [('P', 'T = 1', 'reward'), ('P', 'greedy', 'reward'), ('A', 'T = 1', 'reward'), ('A', 'greedy', 'reward'),
+                     ('P', 'T = 1', 'eval_error'), ('P', 'T = 1', 'right_count')]
+
+
+def test_a_difference_without_any_spread_gets_its_z_back_and_no_difference_gets_none():
+    rows = [compared('P', 1., 'reward', .1, None, 0.), compared('P', 1., 'parsed', -.1, None, 0.), compared('P', 1., 'best_legal', 0., None, 0.)]
+    table = comparison({'comparison': rows})
+    assert table['z'].tolist()[:2] == [math.inf, -math.inf] and math.isnan(table['z'][2]) and list(table['verdict']) == ['better', 'worse', '']
+
+
+def test_samples_are_as_many_from_each_table_and_the_extremes_are_extreme():
+    tables = {1: pd.DataFrame(completions(1, 9)), 2: pd.DataFrame(completions(2, 2)), 3: pd.DataFrame(completions(3, 5))}
+    chosen = pick_samples(tables, 'P')
+    assert {step: len(part) for step, part in chosen.items()} == {1: 2, 2: 2, 3: 2}
+    assert [part['completion'].tolist() for part in chosen.values()] == [[f'text-{s}-P-{best}', f'text-{s}-P-0'] for s, best in ((1, 8), (2, 1), (3, 4))]
+    del tables[2]
+    assert [part['completion'].iloc[1] for part in pick_samples(tables, 'A').values()] == ['text-1-A-4', 'text-3-A-2']
+    tables[3] = tables[3][tables[3]['task'] == 'P']
+    assert list(pick_samples(tables, 'A')) == [1] and pick_samples({}, 'P') == {}
+
+
+def test_spread_takes_the_ends():
+    assert spread(range(101)) == [0, 50, 100] and spread([7]) == [7] and spread([7, 8], 3) == [7, 8]
+
+
+def test_the_lights_are_those_of_the_monitor(folder):
+    rows = [{name: math.nan if value is None else value for name, value in row.items()} for row in metric_rows(folder/'metrics.jsonl')]
+    colours = [overall(row).colour for row in rows]
+    assert colours.count('green') not in (0, len(rows))
+    text = Document(folder/'report.html').text
+    assert f'{colours.count("green")} green, {colours.count("yellow")} yellow, {colours.count("red")} red' in text
+    found = findings(rows)
+    assert {step for each in found for step in each.steps} == {row['step'] for row, colour in zip(rows, colours) if colour != 'green'}
+    assert all(each.words in text and ranges(each.steps) in text for each in found)
+
+
+def test_findings_keep_the_two_sides_of_a_metric_and_numbers_that_are_none_apart():
+    rows = [{'step': 1, 'entropy': .05}, {'step': 2, 'entropy': 5.}, {'step': 3, 'entropy': math.nan}, {'step': 4, 'entropy': .01},
+            {'step': 5, 'entropy': 1.}]
+    found = {each.edge: (each.colour, each.steps, each.worst) for each in findings(rows)}
+    assert found['below 0.1'] == ('red', [1, 4], .01) and found['above 3'] == ('yellow', [2], 5.)
+    assert found['nan'][:2] == ('red', [3]) and len(found) == 3
+
+
+def test_a_single_red_step_is_seen_among_thousands():
+    rows = [{'step': step, 'kl': 9. if step == 777 else .01} for step in range(1, 2001)]
+    image, = plot_lights(rows, ['kl']).axes[0].images
+    assert image.get_array().shape == (2, 300) and (image.get_array() == 2).sum() == 2
+
+
+def test_histograms_are_shares_of_each_batch():
+    tables = {1: pd.DataFrame(completions(1, 3)), 9: pd.DataFrame(completions(9, 40))}
+    for axes in plot_distributions(tables).axes:
+        outlines = [patch.get_data().values for patch in axes.patches]
+        assert len(outlines) == 4 and np.allclose([values.sum() for values in outlines], 100)
+    assert plot_distributions({}) is None and plot_distributions({1: tables[1].iloc[:0]}) is None
+
+
+def test_bins_of_whole_numbers_are_equally_wide_for_each_of_them():
+    values = np.arange(10., 93.)
+    edges = bin_edges(values)
+    counts = np.histogram(values, edges)[0]
+    assert len(counts) <= 24 and counts.sum() == len(values) and set(counts[:-1]) == {4} and np.all(edges % 1 == .5)
+
+
+def test_a_failed_start_is_called_failed(tmp_path, folder):
+    assert 'failed' not in Document(folder/'report.html').text and Document(folder/'report.html').text.count('passed') == 3
+    with RunWriter(tmp_path/'run', {}) as writer:
+        writer.log(next(simulated_run(1)) | {'ratio_max': 1.0005, 'kl': 19., 'clip_ratio/region_mean': 0.})
+    assert [passed for *_, passed in first_update(read_run(tmp_path/'run').rows)] == [True, True, False]
+    text = Document(report(tmp_path/'run')).text
+    assert text.count('failed') == 1 and '19' in text
+    assert first_update([{'step': 2, 'kl': 0.}]) is None
+
+
+def test_a_batch_of_one_length_is_a_bar_among_empty_places():
+    counts, edges = np.histogram([85., 85.], bin_edges(np.array([85., 85.])))
+    assert counts.tolist() == [0, 0, 2, 0, 0] and edges[2:4].tolist() == [84.5, 85.5]
+
+
+def test_numbers():
+    assert number(-1e-9, '+z.3f') == '+0.000' and number(12345, ',.0f') == '12,345'
+    assert [number(value) for value in (1, .12345, math.nan, None, math.inf, -math.inf, 'x', True)] == \
+        ['1.000', '0.123', '-', '-', '∞', '-∞', 'x', 'True']
+
+
+# ---- settings and command
+
+def test_changed_settings_come_with_their_defaults(folder):
+    assert changed_settings(plain(CONFIG)) == {'data': 'my lines.txt', 'steps': STEPS, 'lr': 2e-3, 'kl_unbiased': False}
+    rows = re.findall(r'<tr><td><b>(\w+)</b></td><td.*?>(.*?)</td><td.*?>(.*?)</td></tr>', (folder/'report.html').read_text())
+    assert rows[-4:] == [('steps', '12', str(TrainConfig().steps)), ('lr', '0.002', f'none ({BY_MODEL["nano"]["lr"]:g})'), ('kl_unbiased', 'false', 'true'), ('data', 'my lines.txt', 'none')]
+    assert changed_settings({'steps': TrainConfig().steps, 'of_another_version': 1}) == {'of_another_version': 1}
+
+
+@pytest.mark.parametrize('changes', [{}, {'steps': 3, 'lr': 1e-6}, {'kl_divergence_threshold': None}, {'data': "it's -here; $x"},
+                                     {'data': '-x'}, {'use_gae': True, 'kl_unbiased': False}, {'entropy_coef': -.01, 'seed': 3}])
+def test_the_command_line_starts_the_same_run(changes):
+    import shlex
+    config = replace(TrainConfig(), **changes)
+    words = shlex.split(command_line(json.loads(json.dumps(plain(replace(config, output_dir='elsewhere'))))))
+    flags = flags_of(TrainConfig)
+    assert words[:2] == ['rookworld', 'train'] and TrainConfig(**read_settings(parser_of('train', '', flags), flags, words[2:])) == config
+
+
+# ---- the page alone
+
+def test_the_page_needs_nothing_but_itself(folder):
+    page = Document(folder/'report.html')
+    assert not {'script', 'link', 'iframe', 'object', 'embed', 'base', 'form', 'svg'} & set(page.tags)
+    sources = page.values('img', 'src')
+    assert len(sources) == len(PICTURES) and all(source.startswith('data:image/png;base64,') for source in sources)
+    assert {name for _, name, _ in page.attributes if name in ('href', 'src', 'srcset', 'action', 'data', 'background')} == {'href', 'src'}
+    places = [value for name in ('section', 'div', 'h2') for value in page.values(name, 'id')]
+    assert page.values('a', 'href') and all(link[0] == '#' and link[1:] in places for link in page.values('a', 'href'))
+    assert not re.search(r'url\(|@import|expression', page.style) and page.style.count('{') == page.style.count('}') > 10
+    assert not re.search(r'https?:|//[a-z]', re.sub(r'data:image/png;base64,[\w+/=]+', '', (folder/'report.html').read_text()))
+    policy = page.values('meta', 'content')[page.values('meta', 'http-equiv').index('Content-Security-Policy')]
+    assert policy.startswith("default-src 'none'") and 'script-src' not in policy
+    assert all(page.values('img', 'alt'))
+
+
+def test_the_pictures_are_valid_and_the_same_in_both_places(folder):
+    files = {path.stem: path.read_bytes() for path in (folder/'figures').iterdir()}
+    assert set(files) == PICTURES
+    for name, png in files.items():
+        with Image.open(BytesIO(png)) as image:
+            image.verify()
+        with Image.open(BytesIO(png)) as image:
+            assert image.format == 'PNG' and image.width > 900 and image.height > 80
+            assert len(set(image.convert('L').resize((200, 60)).tobytes())) > 8, f'{name} is blank'
+    inside = [base64.b64decode(source.partition(',')[2]) for source in Document(folder/'report.html').values('img', 'src')]
+    assert sorted(inside) == sorted(files.values())
+
+
+def test_the_page_is_small_and_the_same_every_time(folder):
+    before = (folder/'report.html').read_bytes()
+    assert len(before) < 1e6
+    report(str(folder))
+    assert (folder/'report.html').read_bytes() == before
+    assert not list(folder.rglob('*.part'))
+
+
+DRAWN = ('metric', 'compared metric')  # names that pictures show
+
+
+def hostile_run(folder: Path, place: str) -> Path:
+    "A run in which one place says something hostile."
+    config, table = asdict(CONFIG), completions(1)
+    row = next(simulated_run(1)) | ({HOSTILE: math.nan} if place == 'metric' else {})
+    table[0] |= {place: HOSTILE} if place in ('prompt', 'completion') else {}
+    table[0] |= {HOSTILE: .5} if place == 'reward part' else {'note': HOSTILE} if place == 'column' else {}
+    config |= {place: HOSTILE} if place in ('model', 'data') else {HOSTILE: 1} if place == 'setting' else {}
+    summary = {'stop_reason': HOSTILE if place == 'reason' else 'done', 'comparison': [dict(COMPARISON[0])]}
+    summary['comparison'][0] |= {place.split()[-1]: HOSTILE} if place.startswith('compared') else {}
+    with RunWriter(folder, config) as writer:
+        writer.log(row)
+        writer.table(1, table)
+        writer.summary(summary)
+    return folder
+
+
+@pytest.mark.parametrize('place', ['prompt', 'completion', 'reward part', 'column', 'model', 'data', 'setting', 'reason', 'metric',
+                                   'compared metric', 'compared task'])
+def test_hostile_text_stays_text(tmp_path, place):
+    run = read_run(hostile_run(tmp_path/'run', place))
+    (tmp_path/'page').write_text(module.page(run, module.draw(run) if place in DRAWN else {}), encoding='utf-8')
+    page = Document(tmp_path/'page')
+    assert HOSTILE in page.text
+    assert 'script' not in page.tags and not [name for _, name, _ in page.attributes if name.startswith('on')]
+    assert all(source.startswith('data:') for source in page.values('img', 'src')) and ('img' in page.tags) == (place in DRAWN)
+
+
+def test_a_dollar_in_a_name_is_no_formula(tmp_path):
+    with RunWriter(tmp_path/'run', {}) as writer:
+        writer.log(next(simulated_run(1)) | {'rewards/P_$\\frac$/mean': .5, '$\\nothing$': math.nan})
+    report(tmp_path/'run')
+
+
+def test_text_that_cannot_be_encoded_is_still_shown(tmp_path):
+    with RunWriter(tmp_path/'run', {}) as writer:
+        writer.log(next(simulated_run(1)))
+    (tmp_path/'run'/'config.json').write_text('{"model": "half \\ud800 \\u0000 character"}')
+    assert 'character' in Document(report(tmp_path/'run')).text
+
+
+# ---- runs that did not end well
+
+def test_a_run_killed_before_its_first_step(tmp_path):
+    RunWriter(tmp_path/'run', {'model': 'nano', 'steps': 9}).close()
+    page = Document(report(tmp_path/'run'))
+    assert '0 of 9' in page.text and 'no step was logged' in page.text and 'img' not in page.tags
+
+
+def test_a_torn_last_line_is_left_out(tmp_path):
+    folder = write_run(tmp_path/'run', summary=False, tables=())
+    whole = (folder/'metrics.jsonl').read_bytes()
+    (folder/'metrics.jsonl').write_bytes(whole[:-40])
+    page = Document(report(folder))
+    assert '11 of 12' in page.text and 'the log ends at step 11' in page.text
+    assert {path.stem for path in (folder/'figures').iterdir()} == PICTURES - {'differences', 'distributions'}
+
+
+@pytest.mark.parametrize('missing', ['config.json', 'summary.json', 'completions'])
+def test_what_may_be_missing(tmp_path, missing):
+    folder = write_run(tmp_path/'run')
+    path = folder/missing
+    if path.is_dir():
+        for table in path.iterdir():
+            table.unlink()
+        path.rmdir()
+    else:
+        path.unlink()
+    headings = re.findall('<h2>(.*?)</h2>', report(folder).read_text())
+    gone = {'config.json': 'Settings', 'summary.json': 'Before and after', 'completions': 'What the model wrote'}[missing]
+    every = ['Before and after', 'How it went', 'What the lights said', 'What the model wrote', 'The first update', 'Settings']
+    assert headings == [heading for heading in every if heading != gone]
+
+
+def test_a_single_step_and_rows_without_a_task(tmp_path):
+    with RunWriter(tmp_path/'run', {}) as writer:
+        row = next(simulated_run(1))
+        writer.log({name: value for name, value in row.items() if not name.startswith(('task_A', 'kl')) or name == 'kl_coef'} | {'loss': math.nan})
+        writer.table(1, [row for row in completions(1, 1) if row['task'] == 'P'])
+    page = Document(report(tmp_path/'run'))
+    assert 'loss' in page.text and 'text-1-P-0' in page.text and 'A: environment' not in page.text
+
+
+def test_endings(tmp_path):
+    rows = [{'step': 1.}, {'step': 2.}]
+    run = lambda rows=rows, **files: module.RunData(tmp_path, rows, files.get('config', {'steps': 2}), files.get('summary', {}), {})
+    assert 'no evaluation followed' in ending(run())
+    assert 'was killed' in ending(run(config={'steps': 3})) and 'was killed' in ending(run(config={}))
+    assert 'no step was logged' in ending(run([], summary={'stop_reason': 'done'}))
+    assert ending(run(summary={'stop_reason': 'diverged at step 2', 'steps': 2})) == 'diverged at step 2'
+    assert 'was killed' in ending(run(config={'steps': 9}, summary={'stop_reason': 'all 1 steps are done', 'steps': 1}))
+
+
+def test_an_evaluation_that_the_run_has_left_behind_says_so(tmp_path):
+    folder = write_run(tmp_path/'run', tables=())
+    with RunWriter(folder) as writer:
+        writer.summary({'stop_reason': 'all 8 steps are done', 'steps': 8, 'comparison': COMPARISON})
+    assert 'Evaluated after step 8; the log ends at step 12' in Document(report(folder)).text
+
+
+def test_updates_that_were_left_out_are_counted(tmp_path):
+    folder = write_run(tmp_path/'run', tables=())
+    (folder/'skipped').mkdir()
+    for step in (3, 4):
+        (folder/'skipped'/f'step-{step:06d}.csv').write_text('')
+    assert '2 updates were left out' in Document(report(folder)).text
+
+
+# ---- what is no run folder
+
+def test_no_folder_and_no_run_folder(tmp_path):
+    for path, words in ((tmp_path/'nowhere', 'no such folder'), (tmp_path, 'no metrics.jsonl')):
+        with pytest.raises(ReportError) as failed:
+            report(path)
+        assert str(path) in str(failed.value) and words in str(failed.value) and isinstance(failed.value, ValueError)
+    (tmp_path/'file').write_text('')
+    with pytest.raises(ReportError, match='no such folder'):
+        report(tmp_path/'file')
+
+
+@pytest.mark.parametrize('name, content, words', [
+    ('config.json', '{"model": ', 'is not JSON'), ('config.json', '[1]', 'holds a list'), ('summary.json', '\0', 'is not JSON'),
+    ('completions/step-000005.csv', '', 'is not a table'), ('completions/step-000005.csv', 'prompt,task\na,b\n', 'no completion, reward, advantage'),
+    ('completions/step-000005.csv', 'prompt,completion,task,reward,advantage\na,b,P,much,0\n', 'is not a table'),
+    ('metrics.jsonl', '{"step": 1, "kl": "low"}\n', 'no number'),
+    ('summary.json', '{"comparison": [{"task": "P", "metric": "reward", "before": "low"}]}', 'no table of numbers')])
+def test_a_damaged_file_is_named_and_nothing_is_written(tmp_path, name, content, words):
+    folder = write_run(tmp_path/'run')
+    (folder/name).write_text(content)
+    with pytest.raises(ReportError) as failed:
+        report(folder)
+    assert Path(name).name in str(failed.value) and words in str(failed.value)
+    assert not (folder/'report.html').exists() and not (folder/'figures').exists()
+
+
+def test_a_log_damaged_in_the_middle_is_an_error(tmp_path):
+    folder = write_run(tmp_path/'run')
+    (folder/'metrics.jsonl').write_text('{"step": 1}\nnonsense\n{"step": 3}\n')
+    with pytest.raises(MetricError, match='line 2'):
+        report(folder)
+
+
+# ---- TensorBoard
+
+@pytest.fixture
+def events():
+    "TensorBoard's own reader."
+    pytest.importorskip('tensorboard')
+    reader = importlib.import_module('tensorboard.backend.event_processing.event_accumulator')
+    return lambda folder: reader.EventAccumulator(str(folder), size_guidance={'scalars': 0}).Reload()
+
+
+def rows_of(steps: int) -> list[dict]:
+    "Rows with a metric that is not always measured, once NaN and once null."
+    rows = [row | {'time': START + row['step'], 'eval/P_reward': math.nan} for row in simulated_run(steps)]
+    rows[1]['eval/P_reward'], rows[2]['eval/P_reward'] = .5, None
+    return rows
+
+
+def test_tensorboard_reads_back_what_was_logged(tmp_path, events):
+    rows = rows_of(5)
+    with TensorBoardWriter(tmp_path/'board') as writer:
+        for row in rows:
+            writer.log(row)
+    log = events(tmp_path/'board')
+    assert set(log.Tags()['scalars']) == set(rows[0]) - {'step', 'time'}
+    for name in set(rows[0]) - {'step', 'time', 'eval/P_reward'}:
+        read = log.Scalars(name)
+        assert [event.step for event in read] == [1, 2, 3, 4, 5] and [event.wall_time for event in read] == [row['time'] for row in rows]
+        assert [event.value for event in read] == [float(np.float32(row[name])) for row in rows]
+    assert [(event.step, event.value) for event in log.Scalars('eval/P_reward')] == [(2, .5)]
+
+
+def test_a_resumed_run_replaces_what_it_repeats(tmp_path, events):
+    for first, last, kl in ((1, 5, .1), (4, 6, .2)):
+        with TensorBoardWriter(tmp_path) as writer:
+            for step in range(first, last + 1):
+                writer.log({'step': step, 'kl': kl, 'time': START + step})
+    read = events(tmp_path).Scalars('kl')
+    assert [(event.step, round(event.value, 3)) for event in read] == [(1, .1), (2, .1), (3, .1), (4, .2), (5, .2), (6, .2)]
+
+
+def test_each_row_is_on_the_disk_at_once(tmp_path):
+    pytest.importorskip('tensorboard')
+    writer = TensorBoardWriter(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    writer.log({'step': 1} | {f'metric-{i}': i for i in range(300)})
+    written = next(tmp_path.iterdir()).read_bytes()  # nothing may still wait in a queue
+    assert b'metric-299' in written and written.count(b'metric-') == 300
+    with pytest.raises(MetricError, match='no step'):
+        writer.log({'kl': .25})
+    writer.close()
+    TensorBoardWriter(tmp_path/'unused').close()
+    assert not (tmp_path/'unused').exists()
+
+
+# ---- Weights & Biases, and what is not installed
+
+class FakeWandb(types.ModuleType):
+    "Records what a writer does with the package."
+    def __init__(self):
+        super().__init__('wandb')
+        self.calls = []
+
+    def init(self, **options):
+        self.calls.append(('init', options))
+        return types.SimpleNamespace(log=lambda *values, **options: self.calls.append(('log', values, options)),
+                                     finish=lambda: self.calls.append(('finish',)))
+
+
+def test_wandb_gets_the_rows(monkeypatch):
+    fake, rows = FakeWandb(), rows_of(3)
+    monkeypatch.setitem(sys.modules, 'wandb', fake)
+    with pytest.raises(KeyError), WandbWriter('chess', CONFIG, mode='offline', name='a') as writer:
+        for row in rows:
+            writer.log(row)
+        raise KeyError
+    kind, options = fake.calls[0]
+    assert kind == 'init' and options == {'project': 'chess', 'config': plain(CONFIG), 'mode': 'offline', 'name': 'a'}
+    assert [options for _, _, options in fake.calls[1:-1]] == [{'step': 1}, {'step': 2}, {'step': 3}]
+    for (_, (logged,), _), row in zip(fake.calls[1:-1], rows):
+        assert logged == {name: value for name, value in row.items() if name not in ('step', 'time') and value is not None and value == value}
+    assert fake.calls[-1] == ('finish',)
+
+
+@pytest.mark.parametrize('package, make', [('wandb', lambda folder: WandbWriter('chess')), ('tensorboard', TensorBoardWriter)])
+def test_a_missing_package_names_its_extra(monkeypatch, tmp_path, package, make):
+    for name in [name for name in sys.modules if name.startswith('torch.utils.tensorboard')]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(MissingExtraError) as failed:
+        make(tmp_path/'board')
+    assert f"pip install 'rookworld_nb[{package}]'" in str(failed.value) and isinstance(failed.value, ValueError)
+    assert not (tmp_path/'board').exists()
+
+
+def test_optional_packages_are_not_imported_with_the_module():
+    tree = ast.parse(Path(module.__file__).read_text(encoding='utf-8'))
+    names = [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
+    names += [node.module or '' for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    assert names and not [name for name in names if 'tensorboard' in name or 'wandb' in name]
+
+
+def test_writers_share_one_interface():
+    for writer in (TensorBoardWriter, WandbWriter):
+        assert issubclass(writer, MetricWriter) and writer.log is not MetricWriter.log and writer.close is not MetricWriter.close
+    with pytest.raises(NotImplementedError):
+        MetricWriter().log({'step': 1})
