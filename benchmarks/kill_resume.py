@@ -40,11 +40,11 @@ def digest(value):
 
 
 def contents(folder):
-    "What a finished run left behind, without the process's global random numbers: every process seeds its own, and no run draws from them."
+    "What a finished run left behind."
     final = folder/'final_checkpoint'
     rows = [json.loads(line) for line in (folder/'metrics.jsonl').read_text().splitlines()]
     return {'weights': hashlib.sha256((final/'model.safetensors').read_bytes()).hexdigest(),
-            'state': digest({name: value for name, value in torch.load(final/'trainer.pt', weights_only=True).items() if name != 'random'}),
+            'state': digest(torch.load(final/'trainer.pt', weights_only=True)),
             'metrics': [{name: value for name, value in row.items() if name not in CLOCKS} for row in rows],
             'completions': {path.name: path.read_text() for path in sorted((folder/'completions').iterdir())}}
 

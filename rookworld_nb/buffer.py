@@ -161,6 +161,11 @@ class Experience:
     kl_penalty: float = 0.         # mean of what was taken from a reward for its KL to the reference
     measured: Mapping[str, float] | None = None # a minibatch: the metrics of the newest collection and of the buffer
 
+    @property
+    def num_groups(self) -> int:
+        "Prompts in all parts."
+        return sum(len(part.samples) for part in self.parts)
+
     @cached_property
     def table(self) -> pd.DataFrame:
         "One row a completion: prompt, completion, its length, advantage and reward components."
@@ -466,7 +471,7 @@ class GroupStore:
         "Whether something has to be collected before the next minibatch can be dealt."
         if not self.groups:
             return True
-        batch, stored = sum(len(part.samples) for part in self.newest.parts), len(self.groups)
+        batch, stored = self.newest.num_groups, len(self.groups)
         if stored + batch > self.config.capacity*batch:
             return False
         fresh = sum(group.uses == 0 for group in self.groups)
@@ -498,7 +503,7 @@ class RolloutBuffer(GroupStore):
             self.groups += stored_groups(experience, self.dealt, due, self.config.drop_tied)
         if not self.groups:
             raise StopIteration
-        size = self.config.minibatch_positions or sum(len(part.samples) for part in self.newest.parts)
+        size = self.config.minibatch_positions or self.newest.num_groups
         chosen = next_groups(self.groups, size, f'{self.config.seed} {self.dealt}')
         measured = self.newest.metrics() | {
             'rollout_buffer_size': len(self.groups),

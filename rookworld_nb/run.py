@@ -21,6 +21,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from rookworld_nb.buffer import (
 from .evaluate import chance_line, compare, evaluate, recall_table, select_rows
 from .kl import EXACT_KL, KLConfig
 from .model import GPT
-from .monitor import RunWriter, metric_rows, metrics_line, read_metrics, save_reward_curve, write_atomic
+from .monitor import RunWriter, metric_rows, read_metrics, save_reward_curve, write_atomic
 from .positions import DataError, PromptMix, Sample, read_lines, shipped
 from .rewards import RewardConfig, RewardScorer
 from .rules import Stockfish, fen_key
@@ -380,8 +381,7 @@ def cut_logs(
     path = folder/'metrics.jsonl'
     rows = [row for row in metric_rows(path) if row['step'] <= step]
     if path.exists():
-        write_atomic(path, ''.join(map(metrics_line, ({n: math.nan if v is None else v for n, v in row.items()}
-                                                      for row in rows))))
+        write_atomic(path, ''.join(json.dumps(row) + '\n' for row in rows))
     for table in (*folder.glob('completions/step-*.csv'), *folder.glob('skipped/step-*.csv')):
         if checkpoint_step(table.with_suffix('')) > step:
             table.unlink()
@@ -459,6 +459,12 @@ class Setup:
         "What was sampled last."
         return self.buffer.newest
 
+    @cached_property
+    def origin(self) -> dict[str, str]:
+        "What the run started with: fingerprints of the reference's weights and of the prompts."
+        texts = (text for sample in self.samples for text in (sample.prompt, sample.completion))
+        return {'reference': fingerprint(model_bytes(self.reference)), 'data': fingerprint(texts)}
+
 # %% ../nbs/16_run.ipynb #7335fc51
 class Examined(Setup):
     "A set-up whose policy can be examined on held-out positions."
@@ -489,9 +495,7 @@ def run_state(
     "What trainer.pt holds: everything but the policy's weights."
     return {'trainer': trainer_state(run.trainer), 'collector': collector_state(run.collector),
             'prompts': run.prompts.state_dict(), 'scorer': run.scorer.state_dict(),
-            'buffer': buffer_state(run.buffer), 'random': torch.get_rng_state(),
-            'reference': fingerprint(model_bytes(run.reference)),
-            'data': fingerprint(text for sample in run.samples for text in (sample.prompt, sample.completion))}
+            'buffer': buffer_state(run.buffer), **run.origin}
 
 
 def restore_run(
@@ -500,9 +504,9 @@ def restore_run(
     "Go on from the newest whole checkpoint; without one, from the start."
     if (found := newest_checkpoint(run.folder)) is None:
         return
-    (path, state), own = found, run_state(run)
+    path, state = found
     for name, what in (('reference', f'--model {run.config.model}'), ('data', f'--data {run.config.data}')):
-        if state[name] != own[name]:
+        if state[name] != run.origin[name]:
             raise RunError(f'{what}: not what the run in {run.folder} started with')
     run.model.load_state_dict(load_pretrained(str(path))[0].state_dict())
     restore_trainer(run.trainer, state['trainer'])
@@ -510,7 +514,6 @@ def restore_run(
     run.prompts.load_state_dict(state['prompts'])
     run.scorer.load_state_dict(state['scorer'])
     restore_buffer(run.buffer, state['buffer'], run.model.wte.weight.device)
-    torch.set_rng_state(state['random'])
 
 # %% ../nbs/16_run.ipynb #a14ee5a2
 class Saving(Examined):

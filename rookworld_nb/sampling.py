@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['TILE_ELEMENTS', 'SamplingError', 'PromptLengthError', 'draw', 'encode_prompts', 'repack', 'decode', 'generate',
            'Rollouts', 'decode_completions', 'check_request', 'room_after', 'sample', 'length_buckets',
-           'completion_hidden', 'token_logprobs', 'in_tiles', 'hidden_logprobs', 'completion_logprobs']
+           'completion_hidden', 'token_logprobs', 'in_tiles', 'at_tokens', 'hidden_logprobs', 'completion_logprobs']
 
 # %% ../nbs/06_sampling.ipynb #2781073b
 from collections.abc import Callable, Iterator, Sequence
@@ -272,6 +272,14 @@ def in_tiles(
 TILE_ELEMENTS = 2**24  # logits held at once: 64 MB in fp32
 
 
+def at_tokens(
+    mask: Tensor,    # (N, T) bool, M of them True
+    values: Tensor,  # (M,) one for each of these
+) -> Tensor:         # (N, T) of the same dtype; 0 where masked
+    'Put the values of the active tokens where the tokens stand.'
+    return values.new_zeros(mask.shape).masked_scatter(mask, values)
+
+
 def hidden_logprobs(
     model: GPT,              # supplies the unembedding
     hidden: Tensor,          # (M, D) as `completion_hidden` returns them
@@ -284,8 +292,7 @@ def hidden_logprobs(
     'The second half of `completion_logprobs`, for those who need the hidden states too.'
     def scored(hidden, ids): return token_logprobs(model, hidden, ids, temperature, with_entropy)
     size = max(1, tile_elements//model.cfg.vocab_size)
-    zeros = torch.zeros(completion_mask.shape, device=hidden.device)
-    return tuple(None if values is None else zeros.masked_scatter(completion_mask, values)
+    return tuple(None if values is None else at_tokens(completion_mask, values)
                  for values in in_tiles(scored, hidden, completion_ids[completion_mask], size=size))
 
 # %% ../nbs/06_sampling.ipynb #65690b85

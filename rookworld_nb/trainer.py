@@ -27,7 +27,8 @@ from .grpo import (
 from .kl import (
     EXACT_KL, KL_ESTIMATORS, KLConfig, KLController, SettingError, check_option, exact_kl, per_token_kl)
 from .model import GPT
-from .sampling import TILE_ELEMENTS, completion_hidden, completion_logprobs, hidden_logprobs, in_tiles
+from .sampling import (
+    TILE_ELEMENTS, at_tokens, completion_hidden, completion_logprobs, hidden_logprobs, in_tiles)
 
 # %% ../nbs/11_trainer.ipynb #f8367652
 SCHEDULES = ('cosine', 'linear', 'constant')
@@ -271,7 +272,7 @@ def exact_token_kl(
         return exact_kl(logits[None], ref_logits[None], direction).squeeze(0),
     mask, size = micro.completion_mask, max(1, tile_elements//model.cfg.vocab_size)
     values, = in_tiles(one, hidden, micro.ref_hidden[mask], size=size)
-    return torch.zeros(mask.shape, device=mask.device, dtype=values.dtype).masked_scatter(mask, values)
+    return at_tokens(mask, values)
 
 
 class Critic(nn.Module):
@@ -301,7 +302,7 @@ def judged_by(
 ) -> dict[str, Tensor]:     # advantages, values and returns, (n, T) each
     "What the critic makes of a piece."
     mask = micro.completion_mask
-    values = torch.zeros(mask.shape, device=mask.device).masked_scatter(mask, critic(hidden).float())
+    values = at_tokens(mask, critic(hidden).float())
     advantages, returns = gae(place_rewards(micro.rewards, mask), values, mask, config.gamma, config.gae_lambda)
     return {'advantages': advantages, 'values': values, 'returns': returns}
 

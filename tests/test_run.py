@@ -216,9 +216,7 @@ def test_kill_9_of_the_command_at_any_moment(whole, tmp_path):
     assert process.wait() == -signal.SIGKILL and not (folder/'final_checkpoint').exists()
     done = subprocess.run([*command, '--resume', '--output-dir', folder], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
-    found, expected = contents(folder), contents(whole)
-    del found['state']['random'], expected['state']['random']    # another process has other global random numbers; nothing draws from them
-    assert found == expected
+    assert contents(folder) == contents(whole)
 
 
 def test_more_steps_can_be_added(tmp_path):
