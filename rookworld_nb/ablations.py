@@ -164,8 +164,8 @@ def planned_runs(
     runs = {(cell, seed): TrainConfig(**SHARED | changes, seed=seed)
             for seed in range(1, seeds + 1) for cell, changes in cells.items()}
     for (cell, seed), config in runs.items():
-        place = run_place(folder, cell, seed)
-        if made.get((cell, seed), settings_of(config)) != settings_of(config):
+        place, settings = run_place(folder, cell, seed), settings_of(config)
+        if made.get((cell, seed), settings) != settings:
             raise AblationError(f'{folder/"results.csv"}: {cell!r} with seed {seed} was run with other settings; '
                                 'start the study in a new folder')
         path, mine = place/'config.json', asdict(replace(config, output_dir=str(place)))

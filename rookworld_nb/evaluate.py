@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['REWARD', 'MULTIPV', 'POLICY_METRICS', 'ENV_METRICS', 'METRICS', 'EVAL_CLIP', 'ROUNDING', 'OUTCOMES', 'CLASSES',
            'KEYS', 'TABLE_COLUMNS', 'RECALL_COLUMNS', 'Metric', 'clip_pawns', 'best_move_metrics', 'policy_metrics',
-           'outcome', 'move_class', 'env_metrics', 'EvaluationError', 'metrics_table', 'answer_budget', 'evaluate',
-           'chance_line', 'bootstrap_interval', 'wilson_interval', 'by_prompt', 'summarise', 'recall_table',
+           'outcome', 'move_class', 'env_metrics', 'EvaluationError', 'metrics_table', 'answer_budget', 'completions',
+           'evaluate', 'chance_line', 'bootstrap_interval', 'wilson_interval', 'by_prompt', 'summarise', 'recall_table',
            'Difference', 'select_rows', 'paired_difference', 'compare']
 
 # %% ../nbs/13_evaluate.ipynb #fd3de141
@@ -205,6 +205,24 @@ def answer_budget(
     return math.ceil(1.25*max(len(encoding.ids) for encoding in encoded)) + 8
 
 
+def completions(
+    model: GPT,                  # the policy
+    tokenizer: Tokenizer,        # its own
+    prompts: Sequence[str],      # any number
+    samples_per_prompt: int,     # completions of each prompt
+    max_new_tokens: int,         # of each completion
+    temperature: float,          # of sampling; 0 is greedy
+    generator: torch.Generator,  # of the noise
+    batch_size: int,             # prompts sampled together
+) -> list[str]:                  # samples_per_prompt texts for each prompt, in order
+    """Complete prompts batch by batch."""
+    texts = []
+    for start in range(0, len(prompts), batch_size):
+        texts += sample_group(model, tokenizer, prompts[start:start + batch_size], samples_per_prompt, max_new_tokens,
+                              temperature, generator).texts
+    return texts
+
+# %% ../nbs/13_evaluate.ipynb #9ab7a6ad
 def evaluate(
     model: GPT,                          # the policy
     tokenizer: Tokenizer,                # its own
@@ -222,14 +240,11 @@ def evaluate(
     texts: list[list[str]] = [[]]*len(samples)
     for task in METRICS:
         rows = [i for i, sample in enumerate(samples) if sample.task == task]
-        generator = torch.Generator().manual_seed(seed)
         budget = max_new_tokens or (answer_budget(tokenizer, [samples[i] for i in rows]) if rows else 0)
-        for start in range(0, len(rows), batch_size):
-            batch = rows[start:start + batch_size]
-            prompts = [samples[i].prompt for i in batch]
-            drawn = sample_group(model, tokenizer, prompts, samples_per_prompt, budget, temperature, generator).texts
-            for j, i in enumerate(batch):
-                texts[i] = drawn[j*samples_per_prompt:(j + 1)*samples_per_prompt]
+        prompts, generator = [samples[i].prompt for i in rows], torch.Generator().manual_seed(seed)
+        drawn = completions(model, tokenizer, prompts, samples_per_prompt, budget, temperature, generator, batch_size)
+        for j, i in enumerate(rows):
+            texts[i] = drawn[j*samples_per_prompt:(j + 1)*samples_per_prompt]
     return metrics_table(samples, [text for group in texts for text in group], temperature, scorer)
 
 # %% ../nbs/13_evaluate.ipynb #8da6ee05

@@ -5,14 +5,13 @@
 # %% auto #0
 __all__ = ['COUNTERS', 'LICHESS_COLUMNS', 'Player', 'LONGEST', 'World', 'Opponent', 'LEVELS', 'SuiteError', 'Question', 'Puzzle',
            'mating_moves', 'lichess_puzzle', 'epd_grades', 'epd_puzzle', 'bigbench_puzzle', 'suite_format',
-           'suite_lines', 'parse_puzzles', 'read_puzzles', 'completions', 'model_player', 'solve', 'pass_at_k',
-           'mean_interval', 'suite_scores', 'mate_candidates', 'mate_puzzles', 'seen_positions', 'to_epd',
-           'shipped_mates', 'rules_world', 'model_world', 'self_play', 'self_play_scores', 'legal_choice', 'play_match',
+           'suite_lines', 'parse_puzzles', 'read_puzzles', 'model_player', 'solve', 'pass_at_k', 'mean_interval',
+           'suite_scores', 'mate_candidates', 'mate_puzzles', 'seen_positions', 'to_epd', 'shipped_mates',
+           'rules_world', 'model_world', 'self_play', 'self_play_scores', 'legal_choice', 'play_match',
            'elo_difference', 'MatchElo', 'match_elo', 'match_scores', 'level_options', 'stockfish_opponent']
 
 # %% ../nbs/14_suites.ipynb #4d234f26
 import csv
-import gzip
 import json
 import math
 import random
@@ -31,11 +30,10 @@ import pandas as pd
 import torch
 from tokenizers import Tokenizer
 
-from .evaluate import answer_budget, bootstrap_interval, wilson_interval
+from .evaluate import answer_budget, bootstrap_interval, completions, wilson_interval
 from .model import GPT
-from .positions import Sample, random_endgame, random_play
+from .positions import Sample, random_endgame, random_play, text_file
 from .rules import env_step, fen_key, find_stockfish, legal_moves
-from .sampling import sample as sample_group
 from .tasks import (HISTORY_PLIES, PolicyAnswer, env_prompt, format_env, format_policy, is_fen, parse_env,
                                 parse_policy, policy_prompt, split_line)
 
@@ -198,12 +196,8 @@ def read_puzzles(
     path = Path(path)
     if not path.is_file():
         raise SuiteError(f'no suite at {str(path)!r}: give a Lichess CSV, EPD or BIG-bench file, plain or .gz')
-    try:
-        with (gzip.open if path.suffix == '.gz' else open)(path, 'rt', encoding='utf-8') as file:
-            text = file.read()
-    except (UnicodeDecodeError, gzip.BadGzipFile, EOFError) as error:
-        raise SuiteError(f'{path} is neither plain text nor .gz (unpack .zst first): {error}') from None
-    return parse_puzzles(text, path.name)
+    with text_file(path) as file:
+        return parse_puzzles(file.read(), path.name)
 
 # %% ../nbs/14_suites.ipynb #34d507e5
 Player = Callable[[Sequence[str]], list[PolicyAnswer]]  # FENs in, one answer each
@@ -212,23 +206,6 @@ LONGEST = {
     'P': Sample(*split_line(format_policy(chess.STARTING_FEN, [f'{x}7{x}8q' for x in 'abcde'], [-999.97]*5))),
     'A': Sample(*split_line(format_env(chess.STARTING_FEN, 'e2e4', None,
                                        '/'.join(['1p1p1p1p']*8) + ' w KQkq e6 100 100', -1., False, True)))}
-
-
-def completions(
-    model: GPT,                       # the policy
-    tokenizer: Tokenizer,             # its own
-    prompts: Sequence[str],           # of one task
-    temperature: float,               # of sampling; 0 is greedy
-    generator: torch.Generator,       # of the noise
-    batch_size: int,                  # prompts sampled together
-) -> list[str]:                       # one text a prompt
-    """Complete prompts batch by batch, with room for the longest right answer."""
-    texts = []
-    budget = answer_budget(tokenizer, [LONGEST[prompts[0][0]]]) if prompts else 0
-    for start in range(0, len(prompts), batch_size):
-        batch = prompts[start:start + batch_size]
-        texts += sample_group(model, tokenizer, batch, 1, budget, temperature, generator).texts
-    return texts
 
 # %% ../nbs/14_suites.ipynb #ed400efa
 def model_player(
@@ -239,11 +216,11 @@ def model_player(
     batch_size: int = 64,     # prompts sampled together
 ) -> Player:                  # FENs in, one answer each
     """The model as a player: it is asked with P: prompts."""
-    generator = torch.Generator().manual_seed(seed)
+    generator, budget = torch.Generator().manual_seed(seed), answer_budget(tokenizer, [LONGEST['P']])
 
     def play(fens: Sequence[str]) -> list[PolicyAnswer]:
         prompts = [policy_prompt(fen) for fen in fens]
-        texts = completions(model, tokenizer, prompts, temperature, generator, batch_size)
+        texts = completions(model, tokenizer, prompts, 1, budget, temperature, generator, batch_size)
         return [parse_policy(text) for text in texts]
     return play
 
@@ -396,11 +373,11 @@ def model_world(
     """The model as its own world: it is asked with A: prompts."""
     if not 1 <= history_plies <= HISTORY_PLIES:
         raise SuiteError(f'history_plies is {history_plies}; a prompt shows 1 to {HISTORY_PLIES}')
-    generator = torch.Generator().manual_seed(seed)
+    generator, budget = torch.Generator().manual_seed(seed), answer_budget(tokenizer, [LONGEST['A']])
 
     def step(steps: Sequence[tuple[str, Sequence[str]]]) -> list[str | None]:
         prompts = [env_prompt(fen, plies[-1], plies[-history_plies:]) for fen, plies in steps]
-        texts = completions(model, tokenizer, prompts, temperature, generator, batch_size)
+        texts = completions(model, tokenizer, prompts, 1, budget, temperature, generator, batch_size)
         fens = [parse_env(text).new_fen for text in texts]
         return [fen if fen and is_fen(fen, strict=True) else None for fen in fens]
     return step

@@ -248,6 +248,8 @@ MISTAKES = [
     ('eval --temperature ,', '', ['--temperature', 'nothing']),
     ('eval --suite puzzles --data packed.csv.zst', '', ['packed.csv.zst', '.zst']),
     ('eval --suite puzzles --data false.csv.gz', '', ['false.csv.gz']),
+    ('eval --data packed.csv.zst', '', ['packed.csv.zst', '.zst']),
+    ('train --data false.csv.gz', '', ['false.csv.gz']),
     ('eval --suite puzzles --data blank.csv', '', ['blank.csv, line 2']),
     ('eval --suite selfplay --games 10000', '', ['--games 10000']),
     ('eval --suite selfplay --history-plies 0', '', ['history_plies', '0']),
@@ -467,12 +469,17 @@ def test_label_skips_positions_without_a_choice(call, fens):
     assert code == 0 and len(lines) == 1 and '2 positions' in errors
 
 
-@pytest.mark.stockfish
-def test_label_asks_the_real_engine(call, cwd):
+@pytest.fixture
+def stockfish():
+    """Skips the test where there is no engine."""
     try:
         find_stockfish()
     except EngineNotFound as error:
         pytest.skip(str(error))
+
+
+@pytest.mark.stockfish
+def test_label_asks_the_real_engine(call, cwd, stockfish):
     mate_in_one = '6k1/5ppp/8/8/8/8/8/R5K1 w - - 0 1'
     code, lines, _ = call('label', START, mate_in_one, '--processes', '2', '--nodes', '500')
     assert code == 0 and lines[1].endswith('B: a1a8') and '999.99' in lines[1]
@@ -522,11 +529,7 @@ def test_eval_plays_with_itself(call, cwd):
 
 
 @pytest.mark.stockfish
-def test_eval_plays_matches(call, cwd):
-    try:
-        find_stockfish()
-    except EngineNotFound as error:
-        pytest.skip(str(error))
+def test_eval_plays_matches(call, cwd, stockfish):
     for level in ('skill=x', 'skill=21', 'nodes=00', 'elo=1'):
         code, lines, errors = call('eval', '--suite', 'policy,stockfish', '--levels', level)
         assert (code, lines, len(errors.splitlines())) == (2, [], 1) and level in errors

@@ -530,7 +530,7 @@ def test_prompts_are_those_of_the_tasks(nano, monkeypatch):
     def record(model, tokenizer, prompts, group, budget, temperature, generator):
         asked.append((list(prompts), group, budget, temperature))
         return type('Drawn', (), {'texts': ['k7/8/8/8/8/8/8/K7 w+0.001+0+0']*len(prompts)})
-    monkeypatch.setattr('rookworld_nb.suites.sample_group', record)
+    monkeypatch.setattr('rookworld_nb.evaluate.sample_group', record)
     assert model_player(*nano, temperature=.3)([START])[0].best is None
     plies = [f'a{i}a{i + 1}' for i in range(1, 6)]
     assert model_world(*nano, history_plies=3)([(START, plies)]) == [None]
