@@ -24,6 +24,7 @@ from .kl import EXACT_KL
 from .monitor import read_metrics, write_atomic
 from .rewards import RewardScorer
 from .run import Run, TrainConfig, fingerprint
+from .weights import load_pretrained
 
 # %% ../nbs/18_ablations.ipynb #391aef91
 #: What all cells share: a default run, made shorter.
@@ -161,7 +162,8 @@ def planned_runs(
     "What is still to be run; results and run folders made with other settings are refused."
     results, cells = read_results(folder).drop_duplicates(['cell', 'seed']), cells_of(studies)
     made = {(row.cell, row.seed): row.settings for row in results.itertuples()}
-    runs = {(cell, seed): TrainConfig(**SHARED | changes, seed=seed)
+    size = sum(parameter.numel() for parameter in load_pretrained('nano')[0].parameters())
+    runs = {(cell, seed): TrainConfig(**SHARED | changes, seed=seed).for_size(size)
             for seed in range(1, seeds + 1) for cell, changes in cells.items()}
     for (cell, seed), config in runs.items():
         place, settings = run_place(folder, cell, seed), settings_of(config)

@@ -360,18 +360,18 @@ def read_row(
 # %% ../nbs/19_cli.ipynb #5a67483c
 def score(
     *files: str,                         # files of JSON lines {prompt, completion[, target]}; none: standard input
-    rewards,                             # the scorer's settings, one flag each
+    rewards,                             # what was given of a rewards.RewardConfig, one flag each
     engine: bool = False,                # ask Stockfish about P: prompts without a target
     nodes: int = 1000,                   # Stockfish's search limit per position, nodes
     stockfish_path: Path | None = None,  # the executable; none looks for it
 ) -> None:
     "Write the same lines in the same order with reward and components."
-    from rookworld_nb.rewards import RewardScorer
+    from rookworld_nb.rewards import RewardConfig, RewardScorer
     from rookworld_nb.rules import Stockfish
-    rows = read_rows(files)
+    rows, settings = read_rows(files), RewardConfig(**rewards)
+    prompts, completions, targets = ([row.get(name) for row in rows] for name in ('prompt', 'completion', 'target'))
     with Stockfish(stockfish_path, nodes) if engine or stockfish_path else nullcontext() as judge:
-        scores = RewardScorer(rewards, judge)([row['prompt'] for row in rows], [row['completion'] for row in rows],
-                                              [row.get('target') for row in rows])
+        scores = RewardScorer(settings, judge)(prompts, completions, targets)
     for row, reward, parts in zip(rows, scores.rewards.tolist(), scores.components.to_dict('records')):
         del parts['reward']
         emit(row | dict(reward=round(reward, 6), components=without_nan(parts)))
@@ -600,7 +600,7 @@ def as_columns(
 
 # %% ../nbs/19_cli.ipynb #479a0a99
 def train(
-    config,                    # a run.TrainConfig, one flag each
+    config,                    # what was given of a run.TrainConfig, one flag each
     plan: bool = False,        # print what would be done, and stop
     tensorboard: bool = False, # write the metrics for TensorBoard too, into the run folder
     wandb: str | None = None,  # send the metrics to this Weights & Biases project too; none: stay offline
@@ -608,6 +608,7 @@ def train(
     "Train with GRPO, evaluate before and after, and write a run folder."
     from rookworld_nb import run
     from rookworld_nb.report import TensorBoardWriter, WandbWriter
+    config = run.resumed_config(**config) if config.get('resume') else run.TrainConfig(**config)
     if plan:
         return emit(run.Run(config).plan)
     writers = [lambda folder, _: TensorBoardWriter(folder/'tensorboard')] if tensorboard else []
@@ -644,15 +645,15 @@ def ablate(
 
 
 def pretrain(
-    config,  # a pretrain.PretrainConfig, one flag each
+    config,  # what was given of a pretrain.PretrainConfig, one flag each
 ) -> None:
     "Make a small model from generated data; stopped and started again it goes on."
     from rookworld_nb import pretrain as module
-    module.pretrain(config)
+    module.pretrain(module.PretrainConfig(**config))
 
 # %% ../nbs/19_cli.ipynb #c69ab64e
 class Command(NamedTuple):
-    "A function and the dataclasses that it takes ready-made."
+    "A function and the dataclasses of whose fields it takes what was given, as a dictionary."
     run: Callable                 # its docstring is the help, its commented parameters are flags
     configs: dict[str, str] = {}  # parameter -> 'module:dataclass', whose fields are flags too
 
@@ -674,7 +675,7 @@ def run_command(
     name: str,             # a key of COMMANDS
     words: Sequence[str],  # what follows it
 ) -> None:
-    "Build the flags, read them, build the configurations, call the function."
+    "Build the flags, read them, call the function."
     command, configs = COMMANDS[name], {}
     for parameter, place in command.configs.items():
         module, _, cls = place.partition(':')
@@ -685,7 +686,7 @@ def run_command(
     chosen = {target: {flag: values[flag] for flag in source if flag in values} for target, source in sources.items()}
     own = chosen[command.run]
     many = [word for name in list(own) if flags[name].many for word in own.pop(name)]
-    command.run(*many, **own, **{parameter: cls(**chosen[cls]) for parameter, cls in configs.items()})
+    command.run(*many, **own, **{parameter: chosen[cls] for parameter, cls in configs.items()})
 
 # %% ../nbs/19_cli.ipynb #629bfe06
 def overview() -> str:  # several lines

@@ -8,11 +8,10 @@ __all__ = ['NUMERIC', 'LOWER_IS_BETTER', 'SIGNIFICANT', 'KEYS', 'NUMBERS', 'TASK
            'read_run', 'ending', 'Html', 'element', 'table_of', 'number', 'rank', 'temperature_name', 'comparison',
            'is_shown', 'plot_differences', 'plot_bands', 'plot_task', 'bin_edges', 'draw_histograms',
            'plot_distributions', 'Finding', 'findings', 'ranges', 'plot_lights', 'spread', 'pick_samples',
-           'sample_card', 'samples_of', 'first_update', 'changed_settings', 'as_word', 'command_line', 'setting_word',
-           'png_of', 'draw', 'figure_of', 'section', 'clock_text', 'dot', 'facts', 'heading', 'change_row',
-           'changes_section', 'course_section', 'lights_section', 'start_section', 'samples_section',
-           'settings_section', 'page', 'report', 'MissingExtraError', 'optional_module', 'measured', 'MetricWriter',
-           'TensorBoardWriter', 'WandbWriter']
+           'sample_card', 'samples_of', 'first_update', 'changed_settings', 'as_word', 'command_line', 'png_of', 'draw',
+           'figure_of', 'section', 'clock_text', 'dot', 'facts', 'heading', 'change_row', 'changes_section',
+           'course_section', 'lights_section', 'start_section', 'samples_section', 'settings_section', 'page', 'report',
+           'MissingExtraError', 'optional_module', 'measured', 'MetricWriter', 'TensorBoardWriter', 'WandbWriter']
 
 # %% ../nbs/17_report.ipynb #1172b65e
 import base64
@@ -45,7 +44,7 @@ from .monitor import (
     BAND, BLUE, COLOURS, FAINT, INK, LIGHT_COLOURS, MUTED, ORANGE, STYLE, TABLE_COLUMNS, Curves, Light, Panel, Picture,
     column, dress, lights, metric_for, metric_rows, overall, plain, plot_curves, read_completions, values_of,
     view_limits, write_atomic)
-from .run import BY_MODEL, SHOWN, TrainConfig
+from .run import SHOWN, TrainConfig
 from .trainer import TrainerConfig
 
 # %% ../nbs/17_report.ipynb #40a214f1
@@ -544,16 +543,6 @@ def command_line(
             words.append(f'--{flag}={word}' if word.startswith('-') else f'--{flag} {word}')
     return ' '.join(words)
 
-
-def setting_word(
-    name: str,                  # of a setting
-    value: Any,                 # its value
-    config: Mapping[str, Any],  # the others
-) -> str:
-    "A value for the reader; one that the model decides says what was decided."
-    choice = BY_MODEL['nano' if config.get('model', 'nano') == 'nano' else 'other'].get(name)
-    return as_word(value) + (f' ({as_word(choice)})' if value is None and choice is not None else '')
-
 # %% ../nbs/17_report.ipynb #1e2c01a5
 DOTS = 150  # of a picture on the page, per inch
 
@@ -764,10 +753,9 @@ def settings_section(
     "Settings and the command line."
     if not run.config:
         return None
-    word = lambda name, value: setting_word(name, value, run.config)
-    changed = [[element('b', name), word(name, value), word(name, DEFAULTS[name]) if name in DEFAULTS else '-']
+    changed = [[element('b', name), as_word(value), as_word(DEFAULTS[name]) if name in DEFAULTS else '-']
                for name, value in changed_settings(run.config).items()]
-    whole = [[name, word(name, value)] for name, value in run.config.items()]
+    whole = [[name, as_word(value)] for name, value in run.config.items()]
     differing = table_of(['setting', 'value', 'default'], changed) if changed else element('p', 'All are the defaults.')
     note = 'It writes a folder of its own; the same seed on the same kind of machine gives the same numbers.'
     return section(

@@ -21,10 +21,10 @@ from rookworld_nb.evaluate import evaluate, select_rows
 from rookworld_nb.grpo import BASELINES, REWARD_SCALES
 from rookworld_nb.kl import KL_ESTIMATORS
 from rookworld_nb.rewards import RewardScorer, Shaping
-from rookworld_nb.run import BY_MODEL, Run, TrainConfig
+from rookworld_nb.run import BY_SIZE, SMALL, Run, TrainConfig, resumed_config
 
 TINY = {'steps': 2, 'batch_positions': 2, 'group_size': 2, 'max_new_tokens': 16, 'eval_policy': 2, 'eval_env': 2, 'eval_samples': 1, 'save_every': 1}
-TEMPERATURES = TrainConfig().collector.temperature, 0.
+TEMPERATURES = TrainConfig().for_size(SMALL).temperature, 0.
 N_ROWS = 2*sum(map(len, KEPT.values()))    # of a cell with a seed
 
 
@@ -53,7 +53,7 @@ def test_no_two_cells_are_the_same():
     ('advantages', lambda config: config.collector.scale_rewards, REWARD_SCALES),
     ('rewards', lambda config: config.reward_shaping, set(get_args(Shaping)) - {'linear'})])    # linear is continuous by another name
 def test_every_choice_is_in_its_study(study, reached, values):
-    assert {reached(TrainConfig(**SHARED | changes)) for changes in cells_of([study]).values()} == set(values)
+    assert {reached(TrainConfig(**SHARED | changes).for_size(SMALL)) for changes in cells_of([study]).values()} == set(values)
 
 
 def means_of(run, model):
@@ -69,7 +69,7 @@ def test_runs_are_kept_and_not_repeated(tiny, tmp_path):
     assert first.groupby(['cell', 'seed'], sort=False).size().to_dict() == dict.fromkeys([(UNTRAINED, 1), (DEFAULT, 1), ('no KL', 1)], N_ROWS)
     stored = json.loads((run_place(tmp_path, 'no KL', 1)/'config.json').read_text())
     assert {name: stored[name] for name in TINY} == TINY and stored['kl_coef'] == 0 and stored['seed'] == 1
-    run = Run(TrainConfig(**TINY | {'kl_coef': 0.}, seed=1, output_dir=str(run_place(tmp_path, 'no KL', 1)), resume=True))
+    run = Run(resumed_config(output_dir=str(run_place(tmp_path, 'no KL', 1))))
     for cell, model in (('no KL', run.model), (UNTRAINED, run.reference)):
         for (task, decoding, metric), value in means_of(run, model).items():
             row = first.query('cell == @cell and task == @task and decoding == @decoding and metric == @metric')
@@ -126,10 +126,11 @@ def test_results_may_hold_cells_that_no_longer_exist(tiny, tmp_path):
 
 
 def test_a_change_of_a_default_changes_the_fingerprint(monkeypatch):
-    before = settings_of(TrainConfig())
-    assert settings_of(TrainConfig(seed=1)) != before == settings_of(TrainConfig())
-    monkeypatch.setitem(BY_MODEL['nano'], 'temperature', .5)
-    assert settings_of(TrainConfig()) != before
+    print_of = lambda **settings: settings_of(TrainConfig(**settings).for_size(SMALL))
+    before = print_of()
+    assert print_of(seed=1) != before == print_of()
+    monkeypatch.setitem(BY_SIZE['small'], 'temperature', .5)
+    assert print_of() != before
 
 
 def test_a_run_that_fails_is_named_and_the_study_stops(tiny, monkeypatch, tmp_path):

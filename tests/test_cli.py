@@ -115,11 +115,12 @@ def test_every_flag_arrives(name, monkeypatch, cwd):
     received = {}
     run, configs = COMMANDS[name].run, COMMANDS[name].configs
     kinds = [flag for source in sources(name) for flag in flags_of(source).values() if not flag.many]
+    classes = dict(zip(configs, sources(name)[1:]))
 
     def record(*words, **settings):
         received.clear()
         for parameter, value in settings.items():
-            received.update(vars(value) if parameter in configs else {parameter: value})
+            received.update(vars(classes[parameter](**value)) if parameter in configs else {parameter: value})
     monkeypatch.setattr(cli, 'flags_of', lambda target: flags_of(run if target is record else target))
     record.__doc__ = run.__doc__
     monkeypatch.setitem(COMMANDS, name, cli.Command(record, configs))
@@ -290,7 +291,8 @@ def test_a_mistake_costs_one_line_and_creates_nothing(words, stdin, named, call,
     (cwd/'packed.csv.zst').write_bytes(b'\x28\xb5\x2f\xfd' + bytes(range(256)))
     (cwd/'false.csv.gz').write_text('PuzzleId,FEN,Moves')
     (cwd/'blank.csv').write_text(f'PuzzleId,FEN,Moves\nx,{START}, ')
-    monkeypatch.setattr('rookworld_nb.rules.find_stockfish', lambda path=None: find_engine(path))
+    for module in ('suites', 'rules'):
+        monkeypatch.setattr(f'rookworld_nb.{module}.find_stockfish', lambda path=None: find_engine(path))
     monkeypatch.setattr('rookworld_nb.run.shipped', read_once)
     before = sorted(cwd.rglob('*'))
     code, lines, errors = call(*words.split(), stdin=stdin)

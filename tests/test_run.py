@@ -18,9 +18,9 @@ import transformers
 
 from rookworld_nb.positions import shipped, write_lines
 from rookworld_nb.rules import EngineNotFound, Stockfish, fen_key, find_stockfish
-from rookworld_nb.run import (CheckpointError, Run, RunError, TrainConfig, checkpoints_of, closing_table, heldout_samples, newest_checkpoint,
-                              read_checkpoint, train, training_samples)
-from rookworld_nb.weights import load_pretrained
+from rookworld_nb.run import (BY_SIZE, CheckpointError, Run, RunError, TrainConfig, checkpoints_of, closing_table, heldout_samples, newest_checkpoint,
+                              read_checkpoint, resumed_config, train, training_samples)
+from rookworld_nb.weights import load_pretrained, save_pretrained
 
 SHORT = TrainConfig(replays=2, steps=4, batch_positions=5, group_size=4, eval_policy=6, eval_env=3, eval_samples=2, save_every=2, warmup_steps=1,
                     temperature=.7, device='cpu')
@@ -196,7 +196,7 @@ def test_a_killed_run_ends_as_if_it_had_not_been(whole, tmp_path, steps):
     folder = tmp_path/'run'
     abandoned(folder, steps)
     assert not (folder/'final_checkpoint').exists()
-    run = Run(TrainConfig(output_dir=str(folder), resume=True))
+    run = Run(resumed_config(output_dir=str(folder)))
     assert run.trainer.step == steps//2*2
     list(run.steps())
     assert contents(folder) == contents(whole)
@@ -222,13 +222,32 @@ def test_kill_9_of_the_command_at_any_moment(whole, tmp_path):
 def test_more_steps_can_be_added(tmp_path):
     folder = tmp_path/'run'
     list(Run(replace(TINY, steps=2, output_dir=str(folder))).steps())
-    run = Run(TrainConfig(output_dir=str(folder), resume=True, steps=3))
+    run = Run(resumed_config(output_dir=str(folder), steps=3))
     assert [row['step'] for row in run.steps()] == [3] and len(rows_of(folder)) == 3
+
+
+def test_what_is_left_open_follows_from_the_size_of_the_model(tmp_path, monkeypatch):
+    save_pretrained(*load_pretrained('nano'), tmp_path/'mine')
+    config = replace(TINY, model=str(tmp_path/'mine'), replays=None, batch_positions=None, minibatch_positions=None, lr=3e-4)
+    for limit, size in ((20_000_000, 'small'), (1000, 'large')):
+        monkeypatch.setattr('rookworld_nb.run.SMALL', limit)
+        run = Run(replace(config, output_dir=str(tmp_path/size)))
+        next(run.steps())
+        stored, expected = json.loads((run.folder/'config.json').read_text()), BY_SIZE[size] | {'lr': 3e-4}
+        assert {name: stored[name] for name in expected} == expected
+        used = run.trainer.config, run.collector.config, run.buffer.config
+        assert [used[0].lr, used[0].loss_type, used[1].temperature, used[2].replays, run.prompts.batch_positions] == [
+            expected[name] for name in ('lr', 'loss_type', 'temperature', 'replays', 'batch_positions')]
+
+
+def test_as_many_steps_as_the_default_can_be_asked_for(whole):
+    steps = TrainConfig().steps
+    assert resumed_config(output_dir=str(whole)).steps == 6 and resumed_config(output_dir=str(whole), steps=steps).steps == steps
 
 
 def test_a_finished_run_resumes_to_nothing_more(whole, tmp_path):
     folder = shutil.copytree(whole, tmp_path/'run')
-    assert list(Run(TrainConfig(output_dir=str(folder), resume=True)).steps()) == [] and contents(folder) == contents(whole)
+    assert list(Run(resumed_config(output_dir=str(folder))).steps()) == [] and contents(folder) == contents(whole)
 
 
 @pytest.mark.parametrize('harm', ['cut', 'flipped', 'missing', 'empty'])
@@ -248,7 +267,7 @@ def test_a_corrupt_checkpoint_is_named_and_the_one_before_is_taken(whole, tmp_pa
     found, state = newest_checkpoint(folder)
     assert found.name == 'checkpoint-4' and state['trainer']['step'] == 4 and 'checkpoint-6' in caplog.text
     if (name, harm) == ('trainer.pt', 'cut'):
-        list(Run(TrainConfig(output_dir=str(folder), resume=True)).steps())
+        list(Run(resumed_config(output_dir=str(folder))).steps())
         assert contents(folder) == contents(whole)
 
 
@@ -274,15 +293,17 @@ def test_an_interrupted_step_is_not_gone_on_with(whole, tmp_path, monkeypatch):
         next(generator)
     monkeypatch.undo()
     assert (folder/'final_checkpoint'/'model.safetensors').exists() and not (folder/'final_checkpoint'/'trainer.pt').exists()
-    list(Run(TrainConfig(output_dir=str(folder), resume=True)).steps())
+    list(Run(resumed_config(output_dir=str(folder))).steps())
     assert contents(folder) == contents(whole)
 
 
 @pytest.mark.parametrize('asked, message', [
-    (dict(lr=1e-3), r'--lr 0.001: the run in .* has None'), (dict(group_size=4), '--group-size 4: .* has 3'), (dict(seed=5), '--seed 5: .* has 0')])
+    (dict(lr=1e-3), '--lr 0.001: the run in .* has 0.0002'), (dict(group_size=8), '--group-size 8: .* has 3'), (dict(seed=5), '--seed 5: .* has 0')])
 def test_another_run_is_not_a_continuation(whole, asked, message):
     with pytest.raises(RunError, match=message):
-        Run(TrainConfig(output_dir=str(whole), resume=True, **asked))
+        resumed_config(output_dir=str(whole), **asked)
+    with pytest.raises(RunError, match=message):
+        Run(replace(resumed_config(output_dir=str(whole)), **asked))
 
 
 def test_other_data_are_noticed(whole, tmp_path):
@@ -290,17 +311,17 @@ def test_other_data_are_noticed(whole, tmp_path):
     list(Run(replace(TINY, steps=2, output_dir=str(tmp_path/'run'), data=str(tmp_path/'data.txt'))).steps())
     write_lines(shipped('train')[:21] + shipped('train')[-20:], tmp_path/'data.txt')
     with pytest.raises(RunError, match='--data .*data.txt: not what the run'):
-        Run(TrainConfig(output_dir=str(tmp_path/'run'), resume=True))
+        Run(resumed_config(output_dir=str(tmp_path/'run')))
 
 
 def test_without_a_folder_the_newest_run_is_taken(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(RunError, match='--resume: no run in runs'):
-        Run(TrainConfig(resume=True))
+        Run(resumed_config())
     for name in ('one', 'two'):
         next(Run(replace(TINY, output_dir=f'runs/{name}')).steps())
     os.utime('runs/one', (0, 0))
-    assert Run(TrainConfig(resume=True)).folder.name == 'two'
+    assert Run(resumed_config()).folder.name == 'two'
 
 
 # numbers that are none
