@@ -6,10 +6,10 @@
 __all__ = ['logger', 'EMPTY', 'SQUARES', 'PROMOTIONS', 'CASTLING', 'HEADS', 'TOKEN_PATTERN', 'MAX_COUNTER', 'HEAVY', 'PIECES',
            'ENV_SHARES', 'PROMPT_TOKENS', 'BOARD_TOKENS', 'PROMPT_BOARD', 'PROMPT_MOVE', 'HELD_SHARDS',
            'board_tokenizer', 'labelled_game', 'policy_sample', 'make_policy_data', 'env_sample', 'move_kind',
-           'illegal_move', 'cornered_king', 'bare_capture', 'find_kind', 'make_env_data', 'legal_list', 'Rows', 'pack',
-           'batches', 'square_slots', 'token_weights', 'completion_loss', 'completion_mask', 'board_init_',
-           'PretrainError', 'PretrainConfig', 'batch_kinds', 'learning_rate', 'train', 'validate', 'prepare',
-           'natural_env_sample', 'make_prompts', 'pretrain']
+           'illegal_move', 'cornered_king', 'bare_capture', 'find_kind', 'make_env_data', 'ranked', 'legal_list',
+           'Rows', 'pack', 'batches', 'square_slots', 'token_weights', 'completion_loss', 'completion_mask',
+           'board_init_', 'PretrainError', 'PretrainConfig', 'batch_kinds', 'learning_rate', 'train', 'validate',
+           'prepare', 'natural_env_sample', 'make_prompts', 'pretrain']
 
 # %% ../nbs/10_pretrain.ipynb #2896c040
 import functools
@@ -348,6 +348,16 @@ def make_env_data(
     return _make_shards([folder/f'env-{number:04d}.txt' for number in range(n_shards)],
                         functools.partial(_env_shard, folder=folder, size=size, seed=seed), processes)
 
+# %% ../nbs/10_pretrain.ipynb #abb35fd0
+def ranked(
+    sample: Sample,  # a P: sample
+) -> str:  # its completion
+    "The completion with the moves in the order of their evaluations, the best one first."
+    answer = parse_policy(sample.completion)
+    pairs = sorted(zip(answer.moves, answer.evals), key=lambda pair: (-pair[1], pair[0] != answer.best))
+    moves, evals = zip(*pairs)
+    return split_line(format_policy(sample.fen, moves, evals, answer.best, padded=False))[1]
+
 # %% ../nbs/10_pretrain.ipynb #4d99b92a
 #: Prompt tokens of each kind of training row: constant, so that no row is padded on the left.
 PROMPT_TOKENS = {'P': 77, 'L': 78, 'A': 84}
@@ -470,14 +480,16 @@ def token_weights(
 
 # %% ../nbs/10_pretrain.ipynb #9534de03
 def completion_loss(
-    model: GPT,      # the model
-    ids: Tensor,     # (B, T) rows padded on the right
-    n_prompt: int,   # prompt tokens of every row
+    model: GPT,          # the model
+    ids: Tensor,         # (B, T) rows padded on the right
+    n_prompt: int,       # prompt tokens of every row
+    bf16: bool = False,  # multiply matrices in bfloat16
 ) -> tuple[Tensor, Tensor]:  # (B, Tc) nats per completion token; (B, Tc) bool, first choice right
     "Cross entropy of the completion tokens alone: the prompt is given."
-    logits = model.logits(model.hidden(ids[:, :-1])[:, n_prompt-1:])
+    with torch.autocast(ids.device.type, torch.bfloat16, enabled=bf16):
+        logits = model.logits(model.hidden(ids[:, :-1])[:, n_prompt-1:])
     target = ids[:, n_prompt:]
-    loss = F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction='none').view(target.shape)
+    loss = F.cross_entropy(logits.float().flatten(0, 1), target.flatten(), reduction='none').view(target.shape)
     return loss, logits.detach().argmax(-1) == target
 
 
@@ -546,6 +558,8 @@ class PretrainConfig:
     decay_share: float = .5    # share of the steps at the end over which the learning rate falls linearly to 2 %
     env_share: float = .40     # chance of an A: batch at the start; half of it at the end
     legal_share: float = .15   # chance of a batch of legal-move lists at the start; a third of it at the end
+    best_first: bool = True    # P: rows name their moves from best to worst; off: in the random order of the lines
+    bf16: bool = False         # multiply matrices in bfloat16: twice as fast on a processor made for it
     seed: int = 0              # of data, order and weights
     processes: int = 2         # workers that make data
     threads: int = 2           # threads that train
@@ -615,7 +629,7 @@ class _Learner:
 def _losses(learner: _Learner, kind: str, ids: Tensor) -> tuple[Tensor, dict[str, float]]:
     "Weighted loss of one batch, and plain figures about it."
     n_prompt = PROMPT_TOKENS[kind]
-    loss, right = completion_loss(learner.model, ids, n_prompt)
+    loss, right = completion_loss(learner.model, ids, n_prompt, learner.config.bf16)
     mask = completion_mask(ids, n_prompt, learner.end)
     weights = token_weights(kind, ids, mask, learner.tokenizer)
     normaliser = 45.*len(ids) if kind == 'A' else weights.sum()
@@ -716,7 +730,7 @@ def prepare(
 ) -> tuple[dict[str, Rows], dict[str, Rows]]:  # rows to learn from, 200 held-out rows a kind; no position in both
     "Make what data is missing and tokenize it; the result is kept in `rows.npz`."
     folder = Path(config.output_dir)
-    made_of = (config.shards, config.policy_shard, config.env_shard, config.nodes, config.seed)
+    made_of = (config.shards, config.policy_shard, config.env_shard, config.nodes, config.best_first, config.seed)
     cache = folder/'rows.npz'
     if cache.exists() and tuple((stored := np.load(cache))['made_of']) == made_of:
         return tuple({kind: Rows(kind, stored[f'{part} {kind} ids'], stored[f'{part} {kind} offsets'])
@@ -728,17 +742,19 @@ def prepare(
     held = [sample for file in held_files for sample in read_lines(file)[0]]
     taken = {fen_key(sample.fen) for sample in held}
     samples = [sample for file in train_files for sample in read_lines(file)[0] if fen_key(sample.fen) not in taken]
-    held_rows = _rows(held[:2000] + held[-2000:], tokenizer)
-    parts = {'train': _rows(samples, tokenizer), 'held': {kind: rows.first(200) for kind, rows in held_rows.items()}}
+    rows, held_rows = (_rows(some, tokenizer, config.best_first) for some in (samples, held[:2000] + held[-2000:]))
+    parts = {'train': rows, 'held': {kind: some.first(200) for kind, some in held_rows.items()}}
     np.savez(cache, made_of=made_of, **{f'{part} {kind} {name}': getattr(rows, name) for part, kinds in parts.items()
                                         for kind, rows in kinds.items() for name in ('ids', 'offsets')})
     return parts['train'], parts['held']
 
 
-def _rows(samples: list[Sample], tokenizer: Tokenizer) -> dict[str, Rows]:
+def _rows(samples: list[Sample], tokenizer: Tokenizer, best_first: bool) -> dict[str, Rows]:
     "Token rows of the three kinds; every fourth P: position also gives a list of its legal moves."
-    pairs = {task: [(s.prompt, s.completion) for s in samples if s.task == task] for task in 'PA'}
-    pairs['L'] = [legal_list(s.fen) for s in [s for s in samples if s.task == 'P'][::4]]
+    policy, env = ([sample for sample in samples if sample.task == task] for task in 'PA')
+    texts = map(ranked, policy) if best_first else (sample.completion for sample in policy)
+    pairs = {'P': list(zip((sample.prompt for sample in policy), texts)), 'L': [legal_list(s.fen) for s in policy[::4]],
+             'A': [(sample.prompt, sample.completion) for sample in env]}
     return {kind: pack(kind, pairs[kind], tokenizer) for kind in 'PAL'}
 
 # %% ../nbs/10_pretrain.ipynb #84abeef9

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from rookworld_nb.positions import Sample, generate_positions, read_lines, shipped, write_lines
 from rookworld_nb.pretrain import (ENV_SHARES, PROMPT_TOKENS, PretrainConfig, PretrainError, Rows, batches, board_tokenizer,
                                    completion_loss, completion_mask, env_sample, find_kind, illegal_move, legal_list, make_env_data,
-                                   move_kind, pack, square_slots, token_weights, train)
+                                   move_kind, pack, ranked, square_slots, token_weights, train)
 from rookworld_nb.model import GPT, GPTConfig
 from rookworld_nb.rules import env_step, legal_moves
-from rookworld_nb.tasks import parse_env
+from rookworld_nb.tasks import parse_env, parse_policy
 
 TOKENIZER = board_tokenizer()
 FENS = [position.fen for position in generate_positions(60, seed=5)]
@@ -55,6 +55,20 @@ def test_find_kind_finds_that_kind(kind):
         assert truth.truncated
     else:
         assert move_kind(chess.Board(asked.fen), chess.Move.from_uci(asked.uci)) == kind
+
+
+def test_ranked_rows_say_the_same_with_the_best_move_first():
+    for sample in [sample for sample in shipped('train') if sample.task == 'P'][:300]:
+        told, ordered = parse_policy(sample.completion), parse_policy(ranked(sample))
+        assert dict(zip(told.moves, told.evals)) == dict(zip(ordered.moves, ordered.evals)) and told.best == ordered.best == ordered.moves[0]
+        assert list(ordered.evals) == sorted(told.evals, reverse=True) and ordered.clean
+
+
+def test_bfloat16_learns_from_nearly_the_same_loss():
+    torch.manual_seed(0)
+    model, ids = GPT(GPTConfig(2, 2, 64, TOKENIZER.get_vocab_size(), 256)), rows_of('P').pad(np.arange(8))
+    (exact, _), (rough, _) = (completion_loss(model, ids, PROMPT_TOKENS['P'], bf16) for bf16 in (False, True))
+    assert 0 < (exact - rough).abs().max() < .05 and rough.dtype == torch.float32
 
 
 def test_legal_lists_hold_all_legal_moves():
