@@ -4,6 +4,7 @@ import functools
 import importlib
 import io
 import json
+import math
 import random
 import re
 import subprocess
@@ -12,18 +13,21 @@ from pathlib import Path
 from types import NoneType
 from typing import Literal, get_args, get_origin
 
+import pandas as pd
 import pytest
 import torch
 
 from rookworld_nb import cli
-from rookworld_nb.cli import COMMANDS, REQUIRED, UsageError, as_text, flags_of, main, parse_value
+from rookworld_nb.cli import COMMANDS, REQUIRED, UsageError, as_text, evaluation_samples, flags_of, main, parse_value
+from rookworld_nb.evaluate import compare, evaluate
 from rookworld_nb.model import GPT, GPTConfig
 from rookworld_nb.positions import shipped
 from rookworld_nb.pretrain import board_tokenizer
 from rookworld_nb.rewards import RewardScorer
 from rookworld_nb.rules import Candidate, EngineNotFound, env_step, find_stockfish, legal_moves
+from rookworld_nb.run import TrainConfig
 from rookworld_nb.tasks import env_prompt, format_env
-from rookworld_nb.weights import save_pretrained
+from rookworld_nb.weights import load_pretrained, save_pretrained
 
 START = 'rnbqkbnr/pppppppp/8/8/8/8/PPPPPPPP/RNBQKBNR w KQkq - 0 1'
 SCRIPT = Path(sys.executable).parent/'rookworld'
@@ -252,6 +256,7 @@ MISTAKES = [
     ('eval --data packed.csv.zst', '', ['packed.csv.zst', '.zst']),
     ('train --data false.csv.gz', '', ['false.csv.gz']),
     ('eval --suite puzzles --data blank.csv', '', ['blank.csv, line 2']),
+    ('eval --suite mate --against nano', '', ['--against nano', 'mate']), ('eval --against /no/such', '', ['/no/such']),
     ('eval --suite selfplay --games 10000', '', ['--games 10000']),
     ('eval --suite selfplay --history-plies 0', '', ['history_plies', '0']),
     ('eval --suite stockfish --stockfish-path no/engine', '', ['no/engine']),
@@ -502,6 +507,26 @@ def test_eval_measures_both_tasks(call, tiny, cwd):
     assert report['recall'][0]['class'] == 'ordinary'
     text = '\n'.join(call(*words, '--suite', 'env', '--limit', '2')[1])
     assert 'state_exact' in text and '2 prompts' in text and 'best_legal' not in text
+
+
+def test_eval_compares_two_models(call, tiny, cwd):
+    words = ['eval', '--limit', '3', '--temperature', '0,1']
+    report = json.loads(call(*words, '--against', tiny, '--json')[1][0])
+    expected = compare(*map(evaluated, (tiny, 'nano'))).reset_index()
+    assert len(report['comparison']) == len(expected) and max(row['n'] for row in report['comparison']) == 3
+    for row, want in zip(report['comparison'], expected.to_dict('records')):
+        told = {name: value for name, value in want.items() if isinstance(value, str) or math.isfinite(value)}
+        assert {name: row[name] for name in row if name != 'chance'} == pytest.approx(told)
+    assert expected['difference'].abs().max() > .1
+    alone = json.loads(call(*words, '--json')[1][0])
+    assert alone['metrics'] == report['metrics'] and alone['recall'] == report['recall'] != report['recall_before'] and 'comparison' not in alone
+
+
+def evaluated(model):
+    """The completions that the command above looks at."""
+    samples, policy = evaluation_samples(None, {'P', 'A'}, 3), load_pretrained(model)
+    scorer = RewardScorer(TrainConfig().rewards)
+    return pd.concat(evaluate(*policy, samples, t, scorer=scorer) for t in (0., 1.))
 
 
 def suite_values(lines):
