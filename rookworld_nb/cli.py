@@ -432,21 +432,25 @@ def label(
 
 # %% ../nbs/22_cli.ipynb #58a82a65
 def evaluation_samples(
-    data: Path | None,  # a file of P: and A: lines; None: the shipped held-out set
-    tasks: set[str],    # 'P', 'A' or both
-    limit: int | None,  # at most so many of each task, from the start; None: all
-) -> list:  # samples with targets; bad lines are named in the log
+    data: Path | None,        # a file of P: and A: lines; None: the shipped sets
+    suite: tuple[str, ...],   # what to measure
+    limit: int | None,        # at most so many of each task, from the start; None: all
+) -> list:  # samples with targets; bad lines are named in the log; empty where no suite of lines is asked for
     "What a model is examined on."
     from rookworld_nb.positions import read_lines, shipped, warn_malformed
-    samples, malformed = (shipped('heldout'), []) if data is None else read_lines(data)
-    if not any(sample.task in tasks for sample in samples):
+    tasks = {SUITES[name] for name in suite if name in SUITES}
+    if 'stress' in suite and (data is not None or len(tasks) > 1 or 'env' in suite):
+        raise UsageError('--suite stress: a shipped set of its own; policy, env and --data need another command')
+    own = 'stress' if 'stress' in suite else 'heldout'
+    samples, malformed = (shipped(own), []) if data is None else read_lines(data)
+    if tasks and not any(sample.task in tasks for sample in samples):
         raise UsageError(f'--data: {data} holds no line for --suite; {len(samples)} good, {len(malformed)} malformed')
     warn_malformed(data, malformed)
     return [sample for task in 'PA' if task in tasks for sample in [s for s in samples if s.task == task][:limit]]
 
 
-SUITES = {'policy': 'P', 'env': 'A'}  # suites of prompts with targets
-Suites = tuple[Literal['policy', 'env', 'mate', 'puzzles', 'selfplay', 'stockfish'], ...]
+SUITES = {'policy': 'P', 'env': 'A', 'stress': 'A'}  # suites of prompts with targets
+Suites = tuple[Literal['policy', 'env', 'stress', 'mate', 'puzzles', 'selfplay', 'stockfish'], ...]
 
 
 def examine(
@@ -527,8 +531,8 @@ def play_suites(
 # %% ../nbs/22_cli.ipynb #53dbaadf
 def evaluate_model(
     model: str = 'nano',                    # nano, a folder, or a Hugging Face id
-    against: str | None = None,             # policy and env: a second model, say from before the training, to compare
-    suite: Suites = ('policy', 'env'),      # what to measure; stockfish plays matches and needs the engine
+    against: str | None = None,             # policy, env, stress: another model, to compare with
+    suite: Suites = ('policy', 'env'),      # what to measure; stress: rare moves; stockfish: matches, need the engine
     data: Path | None = None,               # P: and A: lines; none: the shipped ones; or the file of --suite puzzles
     limit: int | None = None,               # at most so many samples of each task, puzzles of each suite; none: all
     temperature: tuple[float, ...] = (0.,), # of sampling, one pass for each; 0 is greedy
@@ -550,11 +554,10 @@ def evaluate_model(
     from rookworld_nb.weights import load_pretrained
     at_least_one(limit=limit, samples_per_prompt=samples_per_prompt, max_new_tokens=max_new_tokens, batch=batch)
     puzzles, openings = suite_puzzles(suite, data, limit), suite_openings(suite, games, levels, stockfish_path)
-    tasks = {SUITES[name] for name in suite if name in SUITES}
-    samples = evaluation_samples(data, tasks, limit) if tasks else []
+    samples = evaluation_samples(data, suite, limit)
     for each in temperature: check_request(['P: '], samples_per_prompt, 1, each)
     if against is not None and not samples:
-        raise UsageError(f'--against {against}: compares policy and env, not {",".join(suite)}')
+        raise UsageError(f'--against {against}: compares policy, env and stress, not {",".join(suite)}')
     device = torch_device(device)
     policy, tokenizer = load_pretrained(model, device)
     sides = {each: (model_player(policy, tokenizer, each, seed, batch),

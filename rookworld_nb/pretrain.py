@@ -9,7 +9,7 @@ __all__ = ['logger', 'EMPTY', 'SQUARES', 'PROMOTIONS', 'CASTLING', 'HEADS', 'TOK
            'illegal_move', 'cornered_king', 'bare_capture', 'find_kind', 'make_env_data', 'ranked', 'legal_list',
            'Rows', 'pack', 'batches', 'square_slots', 'token_weights', 'completion_loss', 'completion_mask',
            'board_init_', 'PretrainError', 'PretrainConfig', 'batch_kinds', 'learning_rate', 'train', 'validate',
-           'prepare', 'natural_env_sample', 'make_prompts', 'pretrain']
+           'make_stress', 'prepare', 'natural_env_sample', 'make_prompts', 'pretrain']
 
 # %% ../nbs/10_pretrain.ipynb #2896c040
 import functools
@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .model import GPT, GPTConfig
-from .positions import Sample, random_endgame, read_lines, write_lines
+from .positions import Sample, random_endgame, read_lines, seen_positions, write_lines
 from .rules import Stockfish, env_step, fen_key, legal_moves
 from .tasks import format_env, format_policy, parse_policy, policy_prompt, split_line
 from .weights import END_TOKEN, end_token_id, load_pretrained, save_pretrained
@@ -538,7 +538,7 @@ def board_init_(
 class PretrainError(ValueError):
     "A pre-training that cannot start as asked; the message names the value and the valid ones."
 
-
+# %% ../nbs/10_pretrain.ipynb #535732ff
 @dataclass(frozen=True)
 class PretrainConfig:
     "Everything that decides what `rookworld pretrain` makes."
@@ -560,6 +560,7 @@ class PretrainConfig:
     legal_share: float = .15   # chance of a batch of legal-move lists at the start; a third of it at the end
     best_first: bool = True    # P: rows name their moves from best to worst; off: in the random order of the lines
     bf16: bool = False         # multiply matrices in bfloat16: twice as fast on a processor made for it
+    exclude: str | None = None  # file of FENs, one a line: positions that must not be learned from
     seed: int = 0              # of data, order and weights
     processes: int = 2         # workers that make data
     threads: int = 2           # threads that train
@@ -573,6 +574,8 @@ class PretrainConfig:
         if not 0 <= self.env_share + self.legal_share < 1:
             raise PretrainError(f'--env-share {self.env_share} and --legal-share {self.legal_share} '
                                 'leave nothing for P: rows')
+        if self.exclude is not None and not Path(self.exclude).is_file():
+            raise PretrainError(f'--exclude {self.exclude}: no such file; give one FEN a line')
 
 # %% ../nbs/10_pretrain.ipynb #51169044
 def batch_kinds(
@@ -724,24 +727,47 @@ def validate(
 HELD_SHARDS = 8
 
 
+def make_stress(
+    files: list[Path],    # of the held-out shards: policy files, then environment files
+    per_kind: int = 100,  # samples of each kind of ENV_SHARES
+    seed: int = 3,        # of the choices; everything else is made with 0, 1 and 2
+) -> list[Sample]:  # A: samples, no position twice, none of the shards that prompts for GRPO come from
+    "Rare moves alone, each kind as often as the others: what an environment is easily wrong about."
+    rng, parts = random.Random(f'{seed} stress'), [read_lines(path)[0] for path in files]
+    taken = seen_positions(sample for place, part in enumerate(parts) if place % HELD_SHARDS < HELD_SHARDS - 2
+                           for sample in part)
+    fens, found = [sample.fen for part in parts[HELD_SHARDS - 2:HELD_SHARDS] for sample in part], []
+    for number, kind in enumerate(ENV_SHARES, 1):
+        while len(found) < number*per_kind:
+            sample = find_kind(kind, fens, rng)
+            if not (seen := seen_positions([sample])) & taken:
+                taken |= seen
+                found.append(sample)
+    return found
+
+# %% ../nbs/10_pretrain.ipynb #8926c72e
 def prepare(
     config: PretrainConfig,  # what to do
     tokenizer: Tokenizer,    # nano's
 ) -> tuple[dict[str, Rows], dict[str, Rows]]:  # rows to learn from, 200 held-out rows a kind; no position in both
     "Make what data is missing and tokenize it; the result is kept in `rows.npz`."
     folder = Path(config.output_dir)
-    made_of = (config.shards, config.policy_shard, config.env_shard, config.nodes, config.best_first, config.seed)
+    excluded = [] if config.exclude is None else Path(config.exclude).read_text(encoding='utf-8').splitlines()
+    made_of = [json.dumps([config.shards, config.policy_shard, config.env_shard, config.nodes, config.best_first,
+                           config.seed, sorted(map(fen_key, excluded))])]
     cache = folder/'rows.npz'
-    if cache.exists() and tuple((stored := np.load(cache))['made_of']) == made_of:
+    if cache.exists() and list((stored := np.load(cache))['made_of']) == made_of:
         return tuple({kind: Rows(kind, stored[f'{part} {kind} ids'], stored[f'{part} {kind} offsets'])
                       for kind in 'PAL'} for part in ('train', 'held'))
     train_files, held_files = (
         make_policy_data(folder/name, shards, config.policy_shard, config.nodes, seed, config.processes)
         + make_env_data(folder/name, shards, config.env_shard, seed, config.processes)
         for name, shards, seed in (('data', config.shards, config.seed), ('prompts', HELD_SHARDS, config.seed + 1)))
-    held = [sample for file in held_files for sample in read_lines(file)[0]]
-    taken = {fen_key(sample.fen) for sample in held}
-    samples = [sample for file in train_files for sample in read_lines(file)[0] if fen_key(sample.fen) not in taken]
+    held, rare = [sample for file in held_files for sample in read_lines(file)[0]], make_stress(held_files)
+    write_lines(rare, folder/'stress.txt.gz')
+    taken = {*map(fen_key, excluded)} | seen_positions(held + rare)
+    samples = [sample for file in train_files for sample in read_lines(file)[0]
+               if not seen_positions([sample]) & taken]
     rows, held_rows = (_rows(some, tokenizer, config.best_first) for some in (samples, held[:2000] + held[-2000:]))
     parts = {'train': rows, 'held': {kind: some.first(200) for kind, some in held_rows.items()}}
     np.savez(cache, made_of=made_of, **{f'{part} {kind} {name}': getattr(rows, name) for part, kinds in parts.items()

@@ -6,9 +6,9 @@
 __all__ = ['COUNTERS', 'LICHESS_COLUMNS', 'Player', 'LONGEST', 'World', 'Opponent', 'LEVELS', 'SuiteError', 'Question', 'Puzzle',
            'mating_moves', 'lichess_puzzle', 'epd_grades', 'epd_puzzle', 'bigbench_puzzle', 'suite_format',
            'suite_lines', 'parse_puzzles', 'read_puzzles', 'model_player', 'solve', 'pass_at_k', 'mean_interval',
-           'suite_scores', 'mate_candidates', 'mate_puzzles', 'seen_positions', 'to_epd', 'shipped_mates',
-           'rules_world', 'model_world', 'self_play', 'self_play_scores', 'legal_choice', 'play_match',
-           'elo_difference', 'MatchElo', 'match_elo', 'match_scores', 'level_options', 'stockfish_opponent']
+           'suite_scores', 'mate_candidates', 'mate_puzzles', 'to_epd', 'shipped_mates', 'rules_world', 'model_world',
+           'self_play', 'self_play_scores', 'legal_choice', 'play_match', 'elo_difference', 'MatchElo', 'match_elo',
+           'match_scores', 'level_options', 'stockfish_opponent']
 
 # %% ../nbs/15_suites.ipynb #4d234f26
 import csv
@@ -16,7 +16,7 @@ import json
 import math
 import random
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.resources import files
@@ -322,14 +322,6 @@ def mate_puzzles(
             question = Question(board.fen(), mating_moves(board), {})
             found[key] = Puzzle(f'mate.{len(found) + 1:03}', 'epd', (question,))
     return list(found.values())
-
-
-def seen_positions(
-    samples: Iterable[Sample], # P: and A: samples
-) -> set[str]:                 # fen_key of every position in a prompt or in an environment's answer
-    """The positions that a data set shows."""
-    lines = [(sample.fen, parse_env(sample.line).new_fen if sample.task == 'A' else None) for sample in samples]
-    return {fen_key(fen) for pair in lines for fen in pair if fen}
 
 # %% ../nbs/15_suites.ipynb #4f1b14fb
 def to_epd(

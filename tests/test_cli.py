@@ -256,6 +256,7 @@ MISTAKES = [
     ('eval --data packed.csv.zst', '', ['packed.csv.zst', '.zst']),
     ('train --data false.csv.gz', '', ['false.csv.gz']),
     ('eval --suite puzzles --data blank.csv', '', ['blank.csv, line 2']),
+    ('eval --suite env,stress', '', ['stress', 'env']), ('eval --suite stress --data lines.txt', '', ['lines.txt', 'stress']),
     ('eval --suite mate --against nano', '', ['--against nano', 'mate']), ('eval --against /no/such', '', ['/no/such']),
     ('eval --suite selfplay --games 10000', '', ['--games 10000']),
     ('eval --suite selfplay --history-plies 0', '', ['history_plies', '0']),
@@ -509,6 +510,13 @@ def test_eval_measures_both_tasks(call, tiny, cwd):
     assert 'state_exact' in text and '2 prompts' in text and 'best_legal' not in text
 
 
+def test_eval_examines_rare_moves(call, cwd):
+    code, lines, _ = call('eval', '--suite', 'stress', '--limit', '5', '--json')
+    report = json.loads(lines[0])
+    assert code == 0 and {row['task'] for row in report['metrics']} == {'A'} and sum(row['n'] for row in report['recall']) == 5
+    assert {row['class'] for row in report['recall']} == {'illegal'}
+
+
 def test_eval_compares_two_models(call, tiny, cwd):
     words = ['eval', '--limit', '3', '--temperature', '0,1']
     report = json.loads(call(*words, '--against', tiny, '--json')[1][0])
@@ -524,7 +532,7 @@ def test_eval_compares_two_models(call, tiny, cwd):
 
 def evaluated(model):
     """The completions that the command above looks at."""
-    samples, policy = evaluation_samples(None, {'P', 'A'}, 3), load_pretrained(model)
+    samples, policy = evaluation_samples(None, ('policy', 'env'), 3), load_pretrained(model)
     scorer = RewardScorer(TrainConfig().rewards)
     return pd.concat(evaluate(*policy, samples, t, scorer=scorer) for t in (0., 1.))
 

@@ -1,13 +1,14 @@
 "Positions, data files and the prompt stream: what the notebook leaves out."
 import gzip
+from collections import Counter
 
 import chess
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rookworld_nb.positions import (OPENINGS, DataError, PromptMix, Sample, generate_positions, opening_positions, read_lines,
-                                    shipped, split_by_position, write_lines)
+from rookworld_nb.positions import (OPENINGS, SHIPPED, DataError, PromptMix, Sample, generate_positions, opening_positions, read_lines,
+                                    seen_positions, shipped, split_by_position, write_lines)
 from rookworld_nb.rules import env_step, fen_key, legal_moves
 from rookworld_nb.tasks import parse_env, parse_policy
 
@@ -90,9 +91,9 @@ def test_split_does_not_depend_on_order():
 
 
 def test_shipped_sets_are_disjoint_by_position_and_right():
-    train, heldout = shipped('train'), shipped('heldout')
-    assert not {fen_key(s.fen) for s in train} & {fen_key(s.fen) for s in heldout}
-    for sample in heldout + train[::25]:
+    train, heldout, stress = map(shipped, SHIPPED)
+    assert not seen_positions(train) & {fen_key(s.fen) for s in heldout} and not seen_positions(train) & seen_positions(stress)
+    for sample in heldout + stress + train[::25]:
         if sample.task == 'A':
             asked, answer = parse_env(sample.line), parse_env(sample.completion)
             truth = env_step(asked.fen, asked.uci, asked.history)
@@ -102,6 +103,17 @@ def test_shipped_sets_are_disjoint_by_position_and_right():
             assert answer.has_form(min(2, len(answer.moves))) and set(answer.moves) <= legal_moves(sample.fen)
             assert len(answer.moves) == min(5, len(legal_moves(sample.fen)))
             assert dict(zip(answer.moves, answer.evals))[answer.best] == max(answer.evals)
+
+
+def test_rare_moves_are_shipped_in_equal_numbers():
+    lines = [parse_env(sample.line) for sample in shipped('stress')]
+    assert len(lines) == 700 and Counter((line.reward, line.terminated, line.truncated) for line in lines) == {
+        (1., True, False): 100, (.5, True, False): 100, (-1., False, True): 100, (.001, False, False): 400}
+
+
+def test_a_shipped_set_cannot_be_spoilt():
+    shipped('stress').clear()
+    assert len(shipped('stress')) == 700
 
 
 @settings(max_examples=50, deadline=None)

@@ -16,12 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rookworld_nb.evaluate import answer_budget, wilson_interval
-from rookworld_nb.positions import opening_positions, random_endgame, random_play, shipped
+from rookworld_nb.positions import opening_positions, random_endgame, random_play, seen_positions, shipped
 from rookworld_nb.rules import EngineNotFound, Stockfish, env_step, fen_key, find_stockfish, legal_moves
 from rookworld_nb.suites import (LONGEST, Puzzle, Question, SuiteError, bigbench_puzzle, elo_difference, epd_puzzle,
                                  legal_choice, level_options, lichess_puzzle, match_elo, match_scores, mate_puzzles,
                                  mating_moves, mean_interval, model_player, model_world, parse_puzzles, pass_at_k, play_match,
-                                 read_puzzles, rules_world, seen_positions, self_play, self_play_scores, shipped_mates, solve,
+                                 read_puzzles, rules_world, self_play, self_play_scores, shipped_mates, solve,
                                  stockfish_opponent, suite_format, suite_scores, to_epd)
 from rookworld_nb.tasks import PolicyAnswer, is_fen, parse_env, parse_policy
 from rookworld_nb.weights import load_pretrained
