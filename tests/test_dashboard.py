@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 pytest.importorskip('ipywidgets', reason='ipywidgets is not installed')
 from rookworld_nb import dashboard  # noqa: E402
-from rookworld_nb.dashboard import Dashboard, History, Progress, Throttle, duration, pick_rows, samples_html  # noqa: E402
+from rookworld_nb.dashboard import (  # noqa: E402
+    Dashboard, History, Progress, Throttle, duration, histogram_svg, pick_rows, reward_bins, samples_html)
 from rookworld_nb.monitor import LIGHT_COLOURS, MUTED, simulated_run  # noqa: E402
 
 CALM = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])  # a busy machine is no failure
@@ -40,6 +41,12 @@ def pictures(monkeypatch, clock):
         clock.now += .02
     monkeypatch.setattr(Dashboard, '_draw', draw)
     return drawn
+
+
+@pytest.fixture
+def undrawn(monkeypatch):
+    """No pictures, which cost half a second a dashboard."""
+    monkeypatch.setattr(Dashboard, '_draw', lambda dash: None)
 
 
 # ---- when to draw
@@ -227,15 +234,126 @@ def test_best_middle_and_worst_are_shown(count, kept):
     assert pick_rows(pd.DataFrame({'reward': [.1, .9, .5, .3, .7]}), count).reward.tolist() == kept
 
 
-def test_completions_stay_until_new_ones_come():
-    dash = Dashboard(total_steps=9, shown=1)
-    run = list(simulated_run(3))
+def test_completions_stay_until_new_ones_come_and_are_worth_the_time(clock):
+    dash = Dashboard(total_steps=9, shown=1, clock=clock)
+    run = list(simulated_run(4))
     dash.update(run[0], ROWS)
     shown = dash.samples.value
+    clock.now += 1
     dash.update(run[1])
     assert dash.samples.value == shown and shown.count('<tr>') == 2  # head and one row
     dash.update(run[2], ROWS[1:])
+    assert dash.samples.value == shown  # too soon
+    clock.now += 1
+    dash.update(run[3])
     assert dash.samples.value != shown
+
+
+def test_histogram_counts_every_reward_once():
+    rewards = pd.Series([-.3, -.26, 0, .05, .5, .99, 1, 1, math.nan])
+    counts = reward_bins(rewards)
+    assert sum(counts) == 8 and (counts[0], counts[6], counts[7], counts[25]) == (2, 1, 1, 3)
+    page = histogram_svg(pd.DataFrame({'task': ['P']*6 + ['<A>']*3, 'reward': rewards}))
+    assert 'P: 6' in page and '&lt;A&gt;: 2' in page and '<A>' not in page
+    heights = [float(height) for height in re.findall(r'<rect [^>]*height="([0-9.]+)"', page)]
+    assert sum(heights) == pytest.approx(150/3*8, abs=.5) and len(heights) == 6  # three in the fullest bin
+    assert histogram_svg([dict(task='P', reward=math.nan)]).count('<rect') == 0
+
+
+# ---- wishes
+
+def test_buttons_ask_in_order_and_do_nothing_themselves(undrawn):
+    dash = Dashboard(total_steps=50)
+    for button in (dash.checkpoint, dash.pause, dash.checkpoint, dash.pause, dash.stop): button.click()
+    assert [name for name, value in dash.wishes] == ['checkpoint', 'pause', 'checkpoint', 'resume', 'stop']
+    assert dash.stopped and not dash.paused
+
+
+@pytest.mark.parametrize('moves, left', [([.05], [('kl_coef', .05)]), ([.05, .1], [('kl_coef', .1)]), ([.05, .02], []), ([9.], [('kl_coef', 1.)])])
+def test_a_slider_leaves_its_last_wish_or_none(moves, left, undrawn):
+    dash = Dashboard(total_steps=50, levers={'kl_coef': .02, 'lr_scale': 1.})
+    for value in moves: dash.levers['kl_coef'].slider.value = value
+    assert list(dash.wishes) == left
+
+
+def test_sliders_follow_the_run_but_not_against_a_wish(undrawn):
+    dash = Dashboard(total_steps=50, levers={'kl_coef': .02})
+    lever = dash.levers['kl_coef']
+    dash.update({'step': 1, 'reward': .5, 'kl_coef': .03})
+    assert lever.slider.value == .03 and lever.said.value == '0.03' and not dash.wishes
+    lever.slider.value = .2
+    dash.update({'step': 2, 'reward': .5, 'kl_coef': .045})
+    assert lever.slider.value == .2 and lever.said.value == '0.03 → 0.2' and list(dash.wishes) == [('kl_coef', .2)]
+
+
+@pytest.mark.parametrize('value, shown', [(0., 1e-4), (5., 1.)])
+def test_a_value_off_the_slider_is_said_and_not_wished_away(value, shown, undrawn):
+    dash = Dashboard(total_steps=50, levers={'kl_coef': value})
+    assert dash.levers['kl_coef'].slider.value == pytest.approx(shown) and dash.levers['kl_coef'].said.value == f'{value:g}'
+    dash.levers['kl_coef'].follow(value)
+    assert not dash.wishes
+
+
+def test_without_levers_there_is_no_slider_and_the_end_disables_what_there_is(undrawn):
+    assert Dashboard(total_steps=50).sliders.children == ()
+    dash = Dashboard(total_steps=1, levers={'lr_scale': 1.})
+    dash.update(next(simulated_run(1)))
+    assert all(each.disabled for each in (dash.pause, dash.checkpoint, dash.stop, dash.levers['lr_scale'].slider))
+
+
+def test_listen_hands_wishes_on_and_shows_the_answers(undrawn):
+    dash, heard = Dashboard(total_steps=50, levers={'kl_coef': .02}), []
+    dash.levers['kl_coef'].slider.value = .05
+    dash.checkpoint.click()
+    assert asyncio.run(dash.listen(lambda *wish: heard.append(wish) or f'<done> {wish[0]}'))
+    assert heard == [('kl_coef', .05), ('checkpoint', None)] and not dash.wishes
+    assert dash.news.value == '&lt;done&gt; kl_coef<br>&lt;done&gt; checkpoint'
+    assert dash.levers['kl_coef'].said.value == '0.05'
+    dash.stop.click()
+    assert asyncio.run(dash.listen(lambda *wish: '')) is False
+
+
+def test_an_unfulfillable_wish_is_not_swallowed(undrawn):
+    def refuse(name, value): raise ValueError(f'no {name}')
+    dash = Dashboard(total_steps=50)
+    dash.checkpoint.click()
+    with pytest.raises(ValueError, match='no checkpoint'): asyncio.run(dash.listen(refuse))
+
+
+def test_a_pause_holds_the_loop_hears_wishes_and_is_left_out_of_the_pace(clock, undrawn):
+    async def visit(dash, seen, held):
+        dash.pause.click()
+        await asyncio.sleep(.1)
+        seen.append((dash.status.value, dash.pause.description, held.done()))
+        dash.checkpoint.click()
+        await asyncio.sleep(.1)
+        seen.append(list(heard))
+        clock.now += 3600.
+        dash.pause.click()
+        assert await held
+    dash, heard, seen = Dashboard(total_steps=60, clock=clock), [], []
+    for row in simulated_run(12):
+        clock.now += 2.
+        dash.update(row)
+
+    async def both():
+        held = asyncio.ensure_future(dash.listen(lambda *wish: heard.append(wish[0]) or ''))
+        await visit(dash, seen, held)
+    asyncio.run(both())
+    assert seen[0][0].startswith('Paused after step 12 of 60') and seen[0][1:] == ('Resume', False) and seen[1] == ['pause', 'checkpoint']
+    assert heard == ['pause', 'checkpoint', 'resume'] and dash.pause.description == 'Pause'
+    clock.now += 4.
+    dash.update({'step': 13, 'reward': .5})
+    assert dash.progress.text().endswith('4.00 s a step · 3:08 left')
+
+
+def test_stop_ends_a_pause(undrawn):
+    async def both(dash):
+        dash.pause.click()
+        asyncio.get_running_loop().call_later(.1, dash.stop.click)
+        return await dash.listen(lambda *wish: '')
+    dash = Dashboard(total_steps=60)
+    assert asyncio.run(both(dash)) is False and dash.status.value.startswith('Stopped before the first step')
 
 
 # ---- how it shows itself
@@ -258,7 +376,7 @@ def test_shown_as_widgets_or_as_one_line_of_text(monkeypatch):
 
 def test_every_part_has_its_class():
     dash = Dashboard(total_steps=50)
-    for name in ('status', 'stop', 'bar', 'light', 'curves', 'samples'):
+    for name in ('status', 'stop', 'pause', 'checkpoint', 'bar', 'light', 'sliders', 'news', 'curves', 'pictures', 'samples'):
         assert f'rw-{name}' in getattr(dash, name)._dom_classes
     assert 'rw-dashboard' in dash.box._dom_classes
 
