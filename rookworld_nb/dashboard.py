@@ -242,9 +242,11 @@ def env_diagrams(
     lines = [(f'wrong squares: {" ".join(wrong)}', True)] if wrong else []
     told = {'reward': (answer.reward, truth.reward), 'over': (answer.terminated, truth.terminated),
             'illegal': (answer.truncated, truth.truncated)}
-    if answer.new_fen: told = {'rest of the FEN': tuple(step.new_fen.partition(' ')[2] for step in (answer, truth))} | told
+    if answer.new_fen:
+        told = {'rest of the FEN': tuple(step.new_fen.partition(' ')[2] for step in (answer, truth))} | told
     lines += [(f'{name}: {said}, not {true}', True) for name, (said, true) in told.items() if said != true]
-    note = (f'{uci} is illegal: the position stays' if truth.truncated else f'after {uci}, reward {truth.reward:g}', False)
+    happened = 'is illegal: the position stays' if truth.truncated else f'is played, reward {truth.reward:g}'
+    note = f'{uci} {happened}', False
     true = Diagram('the rules', truth.new_fen, below, arrows, squares, (note,))
     if not answer.new_fen: return [replace(true, title=f'{title}: unreadable', lines=(note, *lines))]
     return [Diagram(title, answer.new_fen, below, arrows, squares, tuple(lines) or (('all right', False),)), true]
@@ -271,7 +273,7 @@ def diagram_html(
     look = f'width:{size}px;margin:0;font-size:12px;line-height:1.4;overflow-wrap:anywhere'
     return f'<figure style="{look}"><b>{escape(diagram.title)}</b>{diagram_svg(diagram, size)}{words}</figure>'
 
-
+# %% ../nbs/16_dashboard.ipynb #ee8a305a
 def row_diagrams(
     row:Mapping[str, object], # prompt, completion, task, reward; the target's text where known
 )->list[Diagram]:             # one for P:, one or two for A:, none where the prompt holds no possible position

@@ -295,7 +295,7 @@ def test_policy_diagram_says_what_is_played_illegal_and_the_engines():
 def test_environment_diagrams_mark_what_is_wrong(completion, squares, lines):
     told, true = row_diagrams(A_ROW | {'completion': completion})
     assert [square for square, _ in told.squares] == squares == [square for square, _ in true.squares]
-    assert list(told.lines) == lines and true.fen == AFTER and true.lines == (('after f1b5, reward 0.001', False),)
+    assert list(told.lines) == lines and true.fen == AFTER and true.lines == (('f1b5 is played, reward 0.001', False),)
 
 
 def test_an_unreadable_step_shows_the_truth_alone_and_an_illegal_move_says_so():
