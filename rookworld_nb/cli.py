@@ -5,11 +5,11 @@
 # %% auto #0
 __all__ = ['logger', 'REQUIRED', 'READERS', 'SUITES', 'Suites', 'HEADINGS', 'COMMANDS', 'UsageError', 'comments_in', 'Flag',
            'flags_of', 'parse_value', 'as_text', 'Parser', 'placeholder', 'parser_of', 'no_such', 'settings_in',
-           'read_settings', 'input_lines', 'at_least_one', 'emit', 'without_nan', 'positions', 'batches', 'generate',
-           'read_rows', 'read_row', 'score', 'positions_in', 'policy_line', 'label', 'evaluation_samples', 'examine',
-           'suite_puzzles', 'suite_openings', 'play_suites', 'evaluate_model', 'metric_tables', 'report_evaluation',
-           'as_columns', 'train', 'report', 'ablate', 'pretrain', 'Command', 'run_command', 'overview',
-           'is_input_error', 'console_logging', 'main']
+           'read_settings', 'input_lines', 'at_least_one', 'emit', 'without_nan', 'positions', 'uci', 'batches',
+           'generate', 'read_rows', 'read_row', 'score', 'positions_in', 'policy_line', 'label', 'evaluation_samples',
+           'examine', 'suite_puzzles', 'suite_openings', 'play_suites', 'evaluate_model', 'metric_tables',
+           'report_evaluation', 'as_columns', 'train', 'report', 'ablate', 'pretrain', 'Command', 'run_command',
+           'overview', 'is_input_error', 'console_logging', 'main']
 
 # %% ../nbs/22_cli.ipynb #0f1f1bea
 import argparse
@@ -287,6 +287,24 @@ def positions(
     from rookworld_nb.positions import generate_positions
     for position in generate_positions(n, seed):
         emit(dataclasses.asdict(position))
+
+
+def uci(
+    model: str = 'nano',      # nano, a folder, or a Hugging Face id
+    temperature: float = 0.,  # of sampling; 0 is greedy
+    seed: int = 0,            # of the sampling, and of the moves that replace illegal ones
+    device: str = 'auto',     # cpu, cuda, cuda:1; auto takes the GPU where there is one
+) -> None:
+    "Be a UCI engine on standard input and output, for any chess program."
+    from rookworld_nb.run import torch_device
+    from rookworld_nb.sampling import check_request
+    from rookworld_nb.suites import model_player, uci_session
+    from rookworld_nb.weights import load_pretrained
+    check_request(['P: '], 1, 1, temperature)
+    player = model_player(*load_pretrained(model, torch_device(device)), temperature, seed)
+    for line in uci_session(sys.stdin, player, f'rookworld_nb {model}', seed):
+        emit(line)
+        sys.stdout.flush()
 
 # %% ../nbs/22_cli.ipynb #09064f99
 def batches(
@@ -692,6 +710,7 @@ COMMANDS = {
     'score': Command(score, {'rewards': 'rookworld_nb.rewards:RewardConfig'}),
     'label': Command(label),
     'positions': Command(positions),
+    'uci': Command(uci),
     'report': Command(report),
     'ablate': Command(ablate),
     'pretrain': Command(pretrain, {'config': 'rookworld_nb.pretrain:PretrainConfig'}),

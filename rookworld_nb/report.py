@@ -9,9 +9,10 @@ __all__ = ['NUMERIC', 'LOWER_IS_BETTER', 'SIGNIFICANT', 'KEYS', 'NUMBERS', 'TASK
            'is_shown', 'plot_differences', 'plot_bands', 'plot_task', 'bin_edges', 'draw_histograms',
            'plot_distributions', 'Finding', 'findings', 'ranges', 'plot_lights', 'spread', 'pick_samples',
            'sample_card', 'samples_of', 'first_update', 'changed_settings', 'as_word', 'command_line', 'png_of', 'draw',
-           'figure_of', 'section', 'clock_text', 'dot', 'facts', 'heading', 'change_row', 'changes_section',
-           'course_section', 'lights_section', 'start_section', 'samples_section', 'settings_section', 'page', 'report',
-           'MissingExtraError', 'optional_module', 'measured', 'MetricWriter', 'TensorBoardWriter', 'WandbWriter']
+           'figure_of', 'section', 'clock_text', 'dot', 'events_section', 'facts', 'heading', 'change_row',
+           'changes_section', 'course_section', 'lights_section', 'start_section', 'samples_section',
+           'settings_section', 'page', 'report', 'MissingExtraError', 'optional_module', 'measured', 'MetricWriter',
+           'TensorBoardWriter', 'WandbWriter']
 
 # %% ../nbs/19_report.ipynb #1172b65e
 import base64
@@ -44,7 +45,7 @@ from .monitor import (
     BAND, BLUE, COLOURS, FAINT, INK, LIGHT_COLOURS, MUTED, ORANGE, STYLE, TABLE_COLUMNS, Curves, Light, Panel, Picture,
     column, dress, lights, metric_for, metric_rows, overall, plain, plot_curves, read_completions, values_of,
     view_limits, write_atomic)
-from .run import SHOWN, TrainConfig
+from .run import SHOWN, TrainConfig, read_events
 from .trainer import TrainerConfig
 
 # %% ../nbs/19_report.ipynb #40a214f1
@@ -614,6 +615,17 @@ def dot(
     "A light as a coloured disc and its name."
     return element('span', element('span', '● ', style=f'color:{LIGHT_COLOURS[colour]}'), colour, class_='whole')
 
+
+def events_section(
+    run: RunData,  # any
+) -> Html | None:  # None where nobody touched the run
+    "What was done by hand."
+    rows = [[number(event['step'], '.0f'), clock_text(event), element('b', event['event']),
+             f'{event["before"]:g} → {event["value"]:g}' if 'value' in event else '']
+            for event in read_events(run.folder)]
+    note = 'A lever that was moved after a step acts from the next one on.'
+    return section('By hand', element('p', note), table_of(['after step', 'time', 'what', ''], rows)) if rows else None
+
 # %% ../nbs/19_report.ipynb #39e11adf
 def facts(
     run: RunData,  # any
@@ -815,8 +827,8 @@ def page(
     pictures: Mapping[str, bytes],  # from `draw`
 ) -> str:  # a whole HTML document
     "The report of a run."
-    sections = [changes_section(run, pictures), course_section(run, pictures), lights_section(run, pictures),
-                samples_section(run), start_section(run), settings_section(run)]
+    sections = [changes_section(run, pictures), course_section(run, pictures), events_section(run),
+                lights_section(run, pictures), samples_section(run), start_section(run), settings_section(run)]
     sections = [each for each in sections if each is not None]
     places = [re.search('id="([^"]*)"><h2>([^<]*)', each).groups() for each in sections]
     links = [element('a', title, href=f'#{place}') for place, title in places]

@@ -7,8 +7,8 @@ __all__ = ['COUNTERS', 'LICHESS_COLUMNS', 'Player', 'LONGEST', 'World', 'Opponen
            'mating_moves', 'lichess_puzzle', 'epd_grades', 'epd_puzzle', 'bigbench_puzzle', 'suite_format',
            'suite_lines', 'parse_puzzles', 'read_puzzles', 'model_player', 'solve', 'pass_at_k', 'mean_interval',
            'suite_scores', 'mate_candidates', 'mate_puzzles', 'to_epd', 'shipped_mates', 'rules_world', 'model_world',
-           'self_play', 'self_play_scores', 'legal_choice', 'play_match', 'elo_difference', 'MatchElo', 'match_elo',
-           'match_scores', 'level_options', 'stockfish_opponent']
+           'self_play', 'self_play_scores', 'legal_choice', 'uci_board', 'uci_session', 'play_match', 'elo_difference',
+           'MatchElo', 'match_elo', 'match_scores', 'level_options', 'stockfish_opponent']
 
 # %% ../nbs/15_suites.ipynb #4d234f26
 import csv
@@ -207,7 +207,7 @@ LONGEST = {
     'A': Sample(*split_line(format_env(chess.STARTING_FEN, 'e2e4', None,
                                        '/'.join(['1p1p1p1p']*8) + ' w KQkq e6 100 100', -1., False, True)))}
 
-# %% ../nbs/15_suites.ipynb #ed400efa
+
 def model_player(
     model: GPT,               # the policy
     tokenizer: Tokenizer,     # its own
@@ -442,6 +442,47 @@ def legal_choice(
         return answer.best, 'best'
     listed = next((move for move in answer.moves if move in legal), None)
     return (listed, 'listed') if listed else (rng.choice(sorted(legal)), 'random')
+
+
+def uci_board(
+    words: Sequence[str],  # after `position`: startpos, or fen and a FEN; then perhaps moves and some moves
+) -> chess.Board:          # where the other program stands
+    """Set up what another program describes."""
+    start, _, moves = f'{" ".join(words)} '.partition(' moves ')
+    board = chess.Board() if start.strip() == 'startpos' else chess.Board(start.removeprefix('fen ').strip())
+    for uci in moves.split():
+        board.push_uci(uci)
+    legal_moves(board.fen())  # raises InvalidFen where nobody could play
+    return board
+
+# %% ../nbs/15_suites.ipynb #7390e45d
+def uci_session(
+    lines: Iterable[str],   # what the other program writes
+    player: Player,         # who plays
+    name: str = 'rookworld_nb', # how the engine calls itself
+    seed: int = 0,          # of the random moves that replace illegal answers
+) -> Iterator[str]:         # what to answer, line by line
+    """Speak the UCI protocol; the model answers at once, so that limits and `stop` have nothing to do."""
+    board, rng = chess.Board(), random.Random(f'{seed} uci')
+    for line in lines:
+        command, *words = line.split() or ['']
+        if command == 'uci':
+            yield from (f'id name {name}', 'id author rookworld_nb', 'uciok')
+        elif command == 'isready':
+            yield 'readyok'
+        elif command == 'position':
+            try:
+                board = uci_board(words)
+            except ValueError as error:
+                yield f'info string position left out: {error}'
+        elif command == 'go':
+            answer, legal = player([board.fen()])[0], legal_moves(board.fen())
+            move = legal_choice(answer, legal, rng)[0] if legal else '(none)'
+            if move in (rated := dict(zip(answer.moves, answer.evals))):
+                yield f'info depth 1 score cp {round(100*rated[move])} pv {move}'
+            yield f'bestmove {move}'
+        elif command == 'quit':
+            return
 
 # %% ../nbs/15_suites.ipynb #94c4b58d
 @dataclass

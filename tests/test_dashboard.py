@@ -11,8 +11,11 @@ from hypothesis import strategies as st
 
 pytest.importorskip('ipywidgets', reason='ipywidgets is not installed')
 from rookworld_nb import dashboard  # noqa: E402
-from rookworld_nb.dashboard import Dashboard, History, Progress, Throttle, duration, pick_rows, samples_html  # noqa: E402
+from rookworld_nb.dashboard import (  # noqa: E402
+    GREEN, RED, Dashboard, History, Progress, Throttle, boards_html, diagram_html, duration, env_diagrams, histogram_svg, pick_rows,
+    policy_diagram, ranked, reward_bins, row_diagrams, samples_html, wrong_squares)
 from rookworld_nb.monitor import LIGHT_COLOURS, MUTED, simulated_run  # noqa: E402
+from rookworld_nb.tasks import parse_env, parse_policy  # noqa: E402
 
 CALM = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])  # a busy machine is no failure
 ROWS = [dict(prompt='P: fen', completion='M: e2e4', task='P', format=1., best=.5, raw=.7, reward=.8, advantage=.4, tokens=9),
@@ -40,6 +43,12 @@ def pictures(monkeypatch, clock):
         clock.now += .02
     monkeypatch.setattr(Dashboard, '_draw', draw)
     return drawn
+
+
+@pytest.fixture
+def undrawn(monkeypatch):
+    """No pictures, which cost half a second a dashboard."""
+    monkeypatch.setattr(Dashboard, '_draw', lambda dash: None)
 
 
 # ---- when to draw
@@ -227,15 +236,206 @@ def test_best_middle_and_worst_are_shown(count, kept):
     assert pick_rows(pd.DataFrame({'reward': [.1, .9, .5, .3, .7]}), count).reward.tolist() == kept
 
 
-def test_completions_stay_until_new_ones_come():
-    dash = Dashboard(total_steps=9, shown=1)
-    run = list(simulated_run(3))
+def test_completions_stay_until_new_ones_come_and_are_worth_the_time(clock):
+    dash = Dashboard(total_steps=9, shown=1, clock=clock)
+    run = list(simulated_run(4))
     dash.update(run[0], ROWS)
     shown = dash.samples.value
+    clock.now += 1
     dash.update(run[1])
     assert dash.samples.value == shown and shown.count('<tr>') == 2  # head and one row
     dash.update(run[2], ROWS[1:])
+    assert dash.samples.value == shown  # too soon
+    clock.now += 1
+    dash.update(run[3])
     assert dash.samples.value != shown
+
+
+def test_histogram_counts_every_reward_once():
+    rewards = pd.Series([-.3, -.26, 0, .05, .5, .99, 1, 1, math.nan])
+    counts = reward_bins(rewards)
+    assert sum(counts) == 8 and (counts[0], counts[6], counts[7], counts[25]) == (2, 1, 1, 3)
+    page = histogram_svg(pd.DataFrame({'task': ['P']*6 + ['<A>']*3, 'reward': rewards}))
+    assert 'P: 6' in page and '&lt;A&gt;: 2' in page and '<A>' not in page
+    heights = [float(height) for height in re.findall(r'<rect [^>]*height="([0-9.]+)"', page)]
+    assert sum(heights) == pytest.approx(150/3*8, abs=.5) and len(heights) == 6  # three in the fullest bin
+    assert histogram_svg([dict(task='P', reward=math.nan)]).count('<rect') == 0
+
+
+# ---- boards
+
+FEN = 'r1bqkbnr/pppp1ppp/2n5/4p3/4P3/5N2/PPPP1PPP/RNBQKB1R w KQkq - 2 3'
+AFTER = 'r1bqkbnr/pppp1ppp/2n5/1B2p3/4P3/5N2/PPPP1PPP/RNBQK2R b KQkq - 3 3'  # f1b5
+P_ROW = {'task': 'P', 'prompt': f'P: {FEN}', 'reward': .5}
+A_ROW = {'task': 'A', 'prompt': f'A: {FEN}+f1b5+f1b5+', 'reward': .5}
+
+
+def test_candidates_are_ranked_by_the_models_own_evaluations():
+    answer = parse_policy('M: a2a3 f1b5 d2d4 b1c3 E: -1.0 0.4 0.9 B: f1b5')
+    assert ranked(answer) == [('d2d4', .9), ('f1b5', .4), ('a2a3', -1.), ('b1c3', None)]
+    assert ranked(parse_policy('M: a2a3 E: 0.1 0.2 B: a2a3')) == [('a2a3', .1)]
+
+
+def test_policy_diagram_says_what_is_played_illegal_and_the_engines():
+    answer, target = parse_policy('M: a2a3 f1b5 a1a5 E: -1.0 0.4 0.9 B: f1b5'), parse_policy('M: d2d4 E: 0.5 B: d2d4')
+    diagram = policy_diagram(FEN, answer, target)
+    assert diagram.arrows == (('a1a5', RED + 'ff'), ('f1b5', GREEN + 'c0'), ('a2a3', GREEN + '90')) and diagram.white_below
+    assert [square for square, _ in diagram.squares] == ['d2', 'd4']
+    assert diagram.lines == (('1. a1a5 · +0.90 · illegal', True), ('2. f1b5 · +0.40 · played', False), ('3. a2a3 · -1.00', False),
+                             ("d2d4 engine's best", False))
+    assert policy_diagram(AFTER, parse_policy('nothing')).lines == (('no move is played', True),) and not policy_diagram(AFTER, answer).white_below
+    assert policy_diagram(FEN, parse_policy('M: a2a3 E: 0.0 B: e2e2'), target).lines[1] == ('2. e2e2 · played · illegal', True)
+
+
+@pytest.mark.parametrize('completion, squares, lines', [
+    (f'{AFTER}+0.001+0+0', [], [('all right', False)]),
+    (f'{AFTER.replace("1B2p3", "4p3")}+0.001+0+1', ['b5'], [('wrong squares: b5', True), ('illegal: True, not False', True)]),
+    (f'{AFTER.replace(" b ", " w ")}+0.5+1+0', [], [('rest of the FEN: w KQkq - 3 3, not b KQkq - 3 3', True),
+                                                   ('reward: 0.5, not 0.001', True), ('over: True, not False', True)])])
+def test_environment_diagrams_mark_what_is_wrong(completion, squares, lines):
+    told, true = row_diagrams(A_ROW | {'completion': completion})
+    assert [square for square, _ in told.squares] == squares == [square for square, _ in true.squares]
+    assert list(told.lines) == lines and true.fen == AFTER and true.lines == (('f1b5 is played, reward 0.001', False),)
+
+
+def test_an_unreadable_step_shows_the_truth_alone_and_an_illegal_move_says_so():
+    only, = row_diagrams(A_ROW | {'completion': 'what?'})
+    assert only.fen == AFTER and 'unreadable' in only.title and ('reward: None, not 0.001', True) in only.lines
+    _, true = env_diagrams(FEN, 'f1f9', parse_env(f'{FEN}+-1.0+0+1'))
+    assert true.fen == FEN and true.lines == (('f1f9 is illegal: the position stays', False),) and true.arrows == ()
+
+
+def test_wrong_squares_are_those_that_differ():
+    assert wrong_squares(FEN, FEN) == [] and wrong_squares(FEN, AFTER) == ['f1', 'b5']
+
+
+@CALM
+@given(st.text(max_size=40), st.lists(st.sampled_from(['M:', 'E:', 'B:', 'e2e4', 'e2e2', 'a7a8q', '0.3', '-999.97', '+', AFTER, '8/8/8/8/8/8/8/8', '0', '<b>'])),
+       st.sampled_from('PA'))
+def test_any_completion_can_be_drawn(text, words, task):
+    row = (P_ROW if task == 'P' else A_ROW) | {'completion': ' '.join(words) + text, 'target': ' '.join(reversed(words))}
+    diagrams = row_diagrams(row)
+    assert len(diagrams) == 1 or task == 'A' and len(diagrams) == 2
+    assert all('<b>' not in diagram_html(diagram).partition('</b>')[2] for diagram in diagrams)
+
+
+@pytest.mark.parametrize('prompt', ['P: fen', 'P: 8/8/8/8/8/8/8/8', 'P: 8/8/8/8/8/8/8/8 w - - 0 1', 'A: x+y+z+', 'A: 8/8/8/8/8/8/8/KK6 w - - 0 1+a1a2+a1a2+', ''])
+def test_an_impossible_position_is_not_drawn(prompt):
+    assert row_diagrams({'task': prompt[:1] or 'P', 'prompt': prompt, 'completion': 'M: e2e4', 'reward': 0.}) == []
+
+
+def test_boards_show_best_and_worst_policy_and_worst_environment():
+    policy = [P_ROW | {'completion': 'M: e2e3', 'reward': reward} for reward in (.2, .9, .5)]
+    environment = [A_ROW | {'completion': f'{AFTER}+0.001+0+0', 'reward': reward} for reward in (1., .7)]
+    titles = re.findall('<b>(.*?)</b>', boards_html(pd.DataFrame(policy + environment)))
+    assert titles == ['policy, reward 0.90', 'policy, reward 0.20', 'environment, reward 0.70', 'the rules']
+    assert boards_html(policy[:1]).count('<figure') == 1 and boards_html(ROWS) == ''
+
+
+def test_completions_are_drawn_once(clock):
+    dash = Dashboard(total_steps=9, clock=clock)
+    dash.update({'step': 1, 'reward': .5}, [P_ROW | {'completion': 'M: e2e3'}])
+    assert '<svg' in dash.pictures.value
+    dash.pictures.value = ''
+    clock.now += 60
+    dash.update({'step': 2, 'reward': .5})
+    assert dash.pictures.value == ''
+
+
+# ---- wishes
+
+def test_buttons_ask_in_order_and_do_nothing_themselves(undrawn):
+    dash = Dashboard(total_steps=50)
+    for button in (dash.checkpoint, dash.pause, dash.checkpoint, dash.pause, dash.stop): button.click()
+    assert [name for name, value in dash.wishes] == ['checkpoint', 'pause', 'checkpoint', 'resume', 'stop']
+    assert dash.stopped and not dash.paused
+
+
+@pytest.mark.parametrize('moves, left', [([.05], [('kl_coef', .05)]), ([.05, .1], [('kl_coef', .1)]), ([.05, .02], []), ([9.], [('kl_coef', 1.)])])
+def test_a_slider_leaves_its_last_wish_or_none(moves, left, undrawn):
+    dash = Dashboard(total_steps=50, levers={'kl_coef': .02, 'lr_scale': 1.})
+    for value in moves: dash.levers['kl_coef'].slider.value = value
+    assert list(dash.wishes) == left
+
+
+def test_sliders_follow_the_run_but_not_against_a_wish(undrawn):
+    dash = Dashboard(total_steps=50, levers={'kl_coef': .02})
+    lever = dash.levers['kl_coef']
+    dash.update({'step': 1, 'reward': .5, 'kl_coef': .03})
+    assert lever.slider.value == .03 and lever.said.value == '0.03' and not dash.wishes
+    lever.slider.value = .2
+    dash.update({'step': 2, 'reward': .5, 'kl_coef': .045})
+    assert lever.slider.value == .2 and lever.said.value == '0.03 → 0.2' and list(dash.wishes) == [('kl_coef', .2)]
+
+
+@pytest.mark.parametrize('value, shown', [(0., 1e-4), (5., 1.)])
+def test_a_value_off_the_slider_is_said_and_not_wished_away(value, shown, undrawn):
+    dash = Dashboard(total_steps=50, levers={'kl_coef': value})
+    assert dash.levers['kl_coef'].slider.value == pytest.approx(shown) and dash.levers['kl_coef'].said.value == f'{value:g}'
+    dash.levers['kl_coef'].follow(value)
+    assert not dash.wishes
+
+
+def test_without_levers_there_is_no_slider_and_the_end_disables_what_there_is(undrawn):
+    assert Dashboard(total_steps=50).sliders.children == ()
+    dash = Dashboard(total_steps=1, levers={'lr_scale': 1.})
+    dash.update(next(simulated_run(1)))
+    assert all(each.disabled for each in (dash.pause, dash.checkpoint, dash.stop, dash.levers['lr_scale'].slider))
+
+
+def test_listen_hands_wishes_on_and_shows_the_answers(undrawn):
+    dash, heard = Dashboard(total_steps=50, levers={'kl_coef': .02}), []
+    dash.levers['kl_coef'].slider.value = .05
+    dash.checkpoint.click()
+    assert asyncio.run(dash.listen(lambda *wish: heard.append(wish) or f'<done> {wish[0]}'))
+    assert heard == [('kl_coef', .05), ('checkpoint', None)] and not dash.wishes
+    assert dash.news.value == '&lt;done&gt; kl_coef<br>&lt;done&gt; checkpoint'
+    assert dash.levers['kl_coef'].said.value == '0.05'
+    dash.stop.click()
+    assert asyncio.run(dash.listen(lambda *wish: '')) is False
+
+
+def test_an_unfulfillable_wish_is_not_swallowed(undrawn):
+    def refuse(name, value): raise ValueError(f'no {name}')
+    dash = Dashboard(total_steps=50)
+    dash.checkpoint.click()
+    with pytest.raises(ValueError, match='no checkpoint'): asyncio.run(dash.listen(refuse))
+
+
+def test_a_pause_holds_the_loop_hears_wishes_and_is_left_out_of_the_pace(clock, undrawn):
+    async def visit(dash, seen, held):
+        dash.pause.click()
+        await asyncio.sleep(.1)
+        seen.append((dash.status.value, dash.pause.description, held.done()))
+        dash.checkpoint.click()
+        await asyncio.sleep(.1)
+        seen.append(list(heard))
+        clock.now += 3600.
+        dash.pause.click()
+        assert await held
+    dash, heard, seen = Dashboard(total_steps=60, clock=clock), [], []
+    for row in simulated_run(12):
+        clock.now += 2.
+        dash.update(row)
+
+    async def both():
+        held = asyncio.ensure_future(dash.listen(lambda *wish: heard.append(wish[0]) or ''))
+        await visit(dash, seen, held)
+    asyncio.run(both())
+    assert seen[0][0].startswith('Paused after step 12 of 60') and seen[0][1:] == ('Resume', False) and seen[1] == ['pause', 'checkpoint']
+    assert heard == ['pause', 'checkpoint', 'resume'] and dash.pause.description == 'Pause'
+    clock.now += 4.
+    dash.update({'step': 13, 'reward': .5})
+    assert dash.progress.text().endswith('4.00 s a step · 3:08 left')
+
+
+def test_stop_ends_a_pause(undrawn):
+    async def both(dash):
+        dash.pause.click()
+        asyncio.get_running_loop().call_later(.1, dash.stop.click)
+        return await dash.listen(lambda *wish: '')
+    dash = Dashboard(total_steps=60)
+    assert asyncio.run(both(dash)) is False and dash.status.value.startswith('Stopped before the first step')
 
 
 # ---- how it shows itself
@@ -258,7 +458,7 @@ def test_shown_as_widgets_or_as_one_line_of_text(monkeypatch):
 
 def test_every_part_has_its_class():
     dash = Dashboard(total_steps=50)
-    for name in ('status', 'stop', 'bar', 'light', 'curves', 'samples'):
+    for name in ('status', 'stop', 'pause', 'checkpoint', 'bar', 'light', 'sliders', 'news', 'curves', 'pictures', 'samples'):
         assert f'rw-{name}' in getattr(dash, name)._dom_classes
     assert 'rw-dashboard' in dash.box._dom_classes
 

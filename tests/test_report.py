@@ -23,7 +23,7 @@ from rookworld_nb.monitor import MetricError, RunWriter, metric_rows, overall, p
 from rookworld_nb.report import (MetricWriter, MissingExtraError, ReportError, TensorBoardWriter, WandbWriter, bin_edges,
                                  changed_settings, command_line, comparison, ending, findings, first_update, number,
                                  pick_samples, plot_distributions, plot_lights, ranges, read_run, report, spread)
-from rookworld_nb.run import TrainConfig
+from rookworld_nb.run import TrainConfig, write_events
 
 STEPS, START = 12, 1.75e9
 CONFIG = TrainConfig(steps=STEPS, lr=2e-3, data='my lines.txt', kl_unbiased=False)
@@ -517,3 +517,13 @@ def test_writers_share_one_interface():
         assert issubclass(writer, MetricWriter) and writer.log is not MetricWriter.log and writer.close is not MetricWriter.close
     with pytest.raises(NotImplementedError):
         MetricWriter().log({'step': 1})
+
+
+def test_what_was_done_by_hand_is_listed(tmp_path):
+    folder = write_run(tmp_path/'run', tables=())
+    assert 'By hand' not in ' '.join(Document(report(folder)).words)
+    write_events(folder, [{'step': 3, 'time': START, 'event': 'kl_coef', 'before': .02, 'value': .1}, {'step': 4, 'time': START, 'event': HOSTILE}])
+    page = Document(report(folder))
+    text = ' '.join(page.words)
+    assert 'By hand' in text and '0.02 → 0.1' in text and '2025-06-15 15:06 UTC' in text and 'alert(1)' in text
+    assert 'script' not in page.tags

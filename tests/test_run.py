@@ -16,10 +16,11 @@ import pytest
 import torch
 import transformers
 
+from rookworld_nb.monitor import read_metrics
 from rookworld_nb.positions import shipped, write_lines
 from rookworld_nb.rules import EngineNotFound, Stockfish, fen_key, find_stockfish
-from rookworld_nb.run import (BY_SIZE, CheckpointError, Run, RunError, TrainConfig, checkpoints_of, closing_table, heldout_samples, newest_checkpoint,
-                              read_checkpoint, resumed_config, train, training_samples)
+from rookworld_nb.run import (BY_SIZE, PRESETS, CheckpointError, Run, RunError, TrainConfig, checkpoints_of, closing_table, heldout_samples, newest_checkpoint,
+                              read_checkpoint, read_events, resumed_config, train, training_samples)
 from rookworld_nb.weights import load_pretrained, save_pretrained
 
 SHORT = TrainConfig(replays=2, steps=4, batch_positions=5, group_size=4, eval_policy=6, eval_env=3, eval_samples=2, save_every=2, warmup_steps=1,
@@ -341,3 +342,66 @@ def test_a_poisoned_reward_is_saved_and_the_run_goes_on(tmp_path):
     saved = list((tmp_path/'run'/'skipped').iterdir())
     assert len(saved) == rows[-1]['skipped_updates'] and pd.read_csv(saved[0])['broken'].any()
     assert all(p.isfinite().all() for p in run.model.parameters())
+
+
+# ---- steered by hand
+
+@pytest.fixture(scope='module')
+def steered(tmp_path_factory):
+    "A run of four steps: after step 1 more KL, after step 2 half the rate, a checkpoint and a pause, after step 3 the end."
+    run = Run(replace(SHORT, output_dir=str(tmp_path_factory.mktemp('steered')/'run'), replays=1, lr_schedule='constant'))
+    wishes = {1: [('kl_coef', .1)], 2: [('lr_scale', .5), ('checkpoint', None), ('pause', None), ('resume', None)], 3: [('stop', None)]}
+    said = []
+    for metrics in run.steps():
+        if metrics['step'] == 2: shutil.rmtree(run.folder/'checkpoint-2')
+        said += [run.steer(*wish) for wish in wishes[metrics['step']]]
+    return run, said
+
+
+def test_a_lever_acts_from_the_next_step_on_and_is_written_down(steered):
+    run, said = steered
+    rows, events = read_metrics(run.folder), read_events(run.folder)
+    assert rows['kl_coef'].tolist() == [.02, .1, .1] and rows['learning_rate'].tolist() == [2e-4, 2e-4, 1e-4]
+    assert [(event['step'], event['event']) for event in events] == [
+        (1, 'kl_coef'), (2, 'lr_scale'), (2, 'checkpoint'), (2, 'pause'), (2, 'resume'), (3, 'stop')]
+    assert [(event.get('before'), event.get('value')) for event in events[:3]] == [(.02, .1), (1., .5), (None, None)]
+    assert said[:3] == ['After step 1: kl_coef from 0.02 to 0.1', 'After step 2: lr_scale from 1 to 0.5', 'After step 2: checkpoint']
+    assert run.trainer.stop_reason == 'stopped by hand after step 3' and run.levers == {'kl_coef': .1, 'lr_scale': .5}
+
+
+def test_a_checkpoint_on_demand_knows_the_levers_and_the_past(steered):
+    run, _ = steered
+    state = read_checkpoint(run.folder/'checkpoint-2')
+    assert (state['trainer']['kl'], state['trainer']['health']['lr_scale']) == ({'kl_coef': .1}, .5)
+    assert [event['event'] for event in state['events']] == ['kl_coef', 'lr_scale', 'checkpoint']
+
+
+def test_a_resumed_run_has_the_levers_and_only_the_events_that_it_knows(steered, tmp_path):
+    copy = shutil.copytree(steered[0].folder, tmp_path/'copy')
+    shutil.rmtree(copy/'final_checkpoint')    # killed before the end: checkpoint-2 is the newest
+    run = Run(resumed_config(output_dir=str(copy)))
+    rows = list(run.steps())
+    assert [(row['step'], row['kl_coef'], row['learning_rate']) for row in rows] == [(3, .1, 1e-4), (4, .1, 1e-4)]
+    assert [event['event'] for event in read_events(copy)] == ['kl_coef', 'lr_scale', 'checkpoint']
+
+
+def test_a_run_that_nobody_touched_has_no_events(finished):
+    assert not (finished[1]/'events.jsonl').exists() and read_events(finished[1]) == []
+
+
+@pytest.mark.parametrize('wish, value, said', [
+    ('kl_coef', -.1, 'at least 0'), ('kl_coef', math.inf, 'finite'), ('kl_coef', None, 'finite'), ('lr_scale', 0., 'above 0'),
+    ('lr_scale', math.nan, 'finite'), ('temperature', 1., 'valid: kl_coef, lr_scale, checkpoint')])
+def test_impossible_wishes_change_nothing(wish, value, said, tmp_path):
+    run = Run(replace(SHORT, output_dir=str(tmp_path/'run')))
+    with pytest.raises(RunError, match=said): run.steer(wish, value)
+    assert run.events == [] and run.levers == {'kl_coef': .02, 'lr_scale': 1.} and not run.folder.exists()
+
+
+def test_presets_are_functions_that_can_be_changed():
+    assert PRESETS['nano'](steps=3) == TrainConfig(steps=3)
+    assert all(preset(steps=3, seed=1).steps == 3 for preset in PRESETS.values())
+    calm, usual = PRESETS['emergency'](), TrainConfig().for_size(1)
+    assert calm.lr == usual.lr/10 and calm.clip_range < usual.clip_range and calm.kl_coef > usual.kl_coef
+    assert PRESETS['emergency'](model='jrahn/RookWorld-LM-124M').lr == TrainConfig().for_size(10**9).lr/10
+    assert PRESETS['rtx4090']().batch_positions*PRESETS['rtx4090']().group_size == 256
