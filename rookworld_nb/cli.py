@@ -8,8 +8,8 @@ __all__ = ['logger', 'REQUIRED', 'READERS', 'SUITES', 'Suites', 'HEADINGS', 'COM
            'read_settings', 'input_lines', 'at_least_one', 'emit', 'without_nan', 'positions', 'uci', 'batches',
            'generate', 'read_rows', 'read_row', 'score', 'positions_in', 'policy_line', 'label', 'evaluation_samples',
            'examine', 'suite_puzzles', 'suite_openings', 'play_suites', 'evaluate_model', 'metric_tables',
-           'report_evaluation', 'as_columns', 'train', 'report', 'ablate', 'pretrain', 'Command', 'run_command',
-           'overview', 'is_input_error', 'console_logging', 'main']
+           'report_evaluation', 'as_columns', 'train', 'pretrain', 'report', 'ablate', 'batch_size', 'Command',
+           'run_command', 'overview', 'is_input_error', 'console_logging', 'main']
 
 # %% ../nbs/22_cli.ipynb #0f1f1bea
 import argparse
@@ -660,6 +660,14 @@ def train(
     run.train(config, writers + ([lambda _, settings: WandbWriter(wandb, settings)] if wandb else []))
 
 
+def pretrain(
+    config,  # what was given of a pretrain.PretrainConfig, one flag each
+) -> None:
+    "Make a small model from generated data; stopped and started again it goes on."
+    from rookworld_nb import pretrain as module
+    module.pretrain(module.PretrainConfig(**config))
+
+
 def report(
     *folders: str,  # run folders; none: the newest in runs/
 ) -> None:
@@ -689,12 +697,24 @@ def ablate(
     emit(table.to_string(float_format='{:.4f}'.format, na_rep=''))
 
 
-def pretrain(
-    config,  # what was given of a pretrain.PretrainConfig, one flag each
+def batch_size(
+    model: str = 'nano',          # nano, a folder, or a Hugging Face id
+    target: float = 0.85,         # share of the memory that a batch may take
+    group_size: int = 4,          # completions per prompt
+    max_new_tokens: int = 144,    # longest completion
+    micro_batch_size: int | None = None, # completions per forward pass of an update; none: all of a task
+    gradient_checkpointing: bool = False, # backward computes each block again instead of storing its inside
+    bf16: bool = False,           # multiply in bfloat16 inside the model's blocks
+    device: str = 'auto',         # cpu, cuda, cuda:1; auto takes the GPU where there is one
+    json: bool = False,           # one JSON object instead of tables
 ) -> None:
-    "Make a small model from generated data; stopped and started again it goes on."
-    from rookworld_nb import pretrain as module
-    module.pretrain(module.PretrainConfig(**config))
+    "Measure the memory of real updates with 2, 4, ... 128 prompts, and find the largest batch that fits."
+    settings = dict(locals())
+    from rookworld_nb.hardware import profile_lines
+    from rookworld_nb.run import Setup, TrainConfig, profile_batches
+    target, json = settings.pop('target'), settings.pop('json')
+    record = profile_batches(Setup(TrainConfig(**settings)), target)
+    for line in [record] if json else profile_lines(record): emit(line)
 
 # %% ../nbs/22_cli.ipynb #c69ab64e
 class Command(NamedTuple):
@@ -713,6 +733,7 @@ COMMANDS = {
     'uci': Command(uci),
     'report': Command(report),
     'ablate': Command(ablate),
+    'batch-size': Command(batch_size),
     'pretrain': Command(pretrain, {'config': 'rookworld_nb.pretrain:PretrainConfig'}),
 }
 

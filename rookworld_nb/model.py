@@ -10,6 +10,7 @@ __all__ = ['ModelConfigError', 'SequenceError', 'GPTConfig', 'attention', 'causa
 # %% ../nbs/00_gpt2.ipynb #956067b3
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 
@@ -150,6 +151,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.cfg = cfg
         self.gradient_checkpointing = False  # True: backward computes each block again instead of storing its inside
+        self.bf16 = False  # True: the blocks multiply in bfloat16; weights, residual stream and logits stay as they are
         self.wte = nn.Embedding(cfg.vocab_size, cfg.n_embd)
         self.wpe = nn.Embedding(cfg.n_positions, cfg.n_embd)
         self.h = nn.ModuleList(Block(cfg) for _ in range(cfg.n_layer))
@@ -165,9 +167,10 @@ class Transformer(nn.Module):
         where = self.wpe.weight[:ids.shape[1]] if rule.positions is None else self.wpe(rule.positions)
         x = self.wte(ids)+where                                   # (B, T, D)
         recompute = self.gradient_checkpointing and torch.is_grad_enabled()
-        for layer, block in enumerate(self.h):
-            attend = partial(rule.attend, layer)
-            x = checkpoint(block, x, attend, use_reentrant=False) if recompute else block(x, attend)
+        with torch.autocast(ids.device.type, torch.bfloat16) if self.bf16 else nullcontext():
+            for layer, block in enumerate(self.h):
+                attend = partial(rule.attend, layer)
+                x = checkpoint(block, x, attend, use_reentrant=False) if recompute else block(x, attend)
         return self.ln_f(x)
 
     def logits(

@@ -1,6 +1,7 @@
 "Every flag of `rookworld train` changes what it names: a short run without it, a short run with it, and what has to differ."
 import json
 import os
+import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rookworld_nb import cli
+from rookworld_nb import cli, model
 from rookworld_nb.monitor import metric_rows, read_completions
 from rookworld_nb.positions import shipped, write_lines
 from rookworld_nb.run import TrainConfig
@@ -104,10 +105,41 @@ CASES = {
     'kl_spike_factor': ({'--kl-spike-factor': 1.01, '--kl-target': 1e-9, '--max-recoveries': 0}, stops_early('diverged')),
     'max_recoveries': ({'--kl-divergence-threshold': 1e-7}, lambda plain, run: len(run.rows) == 3 and column(run, 'recoveries')[-1] >= 1),
     'entropy_coef': ({'--entropy-coef': .1}, lambda plain, run: run.rows[0]['entropy_loss'] == pytest.approx(-.1*run.rows[0]['entropy'], rel=1e-4)),
+    'adamw': ({'--adamw': 'loop'}, lambda plain, run: 0 < moved(plain, run) < 1e-2*sum(value.abs().sum() for value in weights(plain).values())),
+    'matmul_precision': ({'--matmul-precision': 'medium'}, lambda plain, run: torch.get_float32_matmul_precision() == 'medium'
+                         and 'float32 products: medium;' in run.said),
+    'bf16': ({'--bf16': True}, lambda plain, run: 1e-6 < run.rows[0]['ratio_max'] - 1 < .1 and 'bf16: on' in run.said),
+    'gradient_checkpointing': ({'--gradient-checkpointing': True}, lambda plain, run: column(run, 'loss') == column(plain, 'loss')
+                               and recomputed > 0 and 'gradient checkpointing: on' in run.said),
+    'cudnn_benchmark': ({'--cudnn-benchmark': True}, lambda plain, run: torch.backends.cudnn.benchmark),
+    'cuda_allocator': ({'--cuda-allocator': 'expandable_segments:True'}, lambda plain, run: os.environ['PYTORCH_CUDA_ALLOC_CONF'] == 'expandable_segments:True'),
     'use_gae': ({'--use-gae': True}, lambda plain, run: run.rows[0]['value_loss'] > 0 and 'value_loss' not in plain.rows[0]),
     'data': ({'--data': 'other.txt'}, lambda plain, run: {p for t in run.tables for p in t['prompt']} <= {s.prompt for s in shipped('train')[50:60] + shipped('train')[-9:]}),
     'model': ({'--model': 'folder'}, differs('loss', 2)),
 }
+
+
+recomputed = 0
+
+
+@pytest.fixture(autouse=True)
+def counted_and_put_back(monkeypatch):
+    "Count the blocks that backward has to compute again; leave the settings of the process as they were."
+    global recomputed
+    recomputed, once = 0, model.checkpoint
+
+    def counting(*inputs, **options):
+        global recomputed
+        recomputed += 1
+        return once(*inputs, **options)
+    monkeypatch.setattr(model, 'checkpoint', counting)
+    for name in ('PYTORCH_ALLOC_CONF', 'PYTORCH_CUDA_ALLOC_CONF'):
+        monkeypatch.delenv(name, raising=False)
+    before = torch.get_float32_matmul_precision()
+    yield
+    torch.set_float32_matmul_precision(before)
+    torch.backends.cudnn.benchmark = False
+    os.environ.pop('PYTORCH_CUDA_ALLOC_CONF', None)
 
 
 def summary(run, task, name):
@@ -154,8 +186,46 @@ def test_the_same_flags_give_the_same_run(plain, tmp_path, capsys):
         assert {n: v for n, v in one.items() if n not in timed} == {n: v for n, v in other.items() if n not in timed}
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which('g++'), reason='torch.compile needs a C++ compiler')
+def test_compiled_blocks_train_the_same(plain, tmp_path, capsys):
+    torch._dynamo.reset()
+    before = torch._dynamo.utils.counters['frames']['ok']
+    run = train(tmp_path/'run', {'--compile': 'default'}, capsys)
+    assert torch._dynamo.utils.counters['frames']['ok'] > before and 'compile: default' in run.said
+    assert column(run, 'loss') == pytest.approx(column(plain, 'loss'), rel=1e-3, abs=1e-5)
+
+
+@pytest.fixture
+def few_sizes(monkeypatch):
+    monkeypatch.setattr('rookworld_nb.run.SIZES', ((2, 4), (3, 4)))
+
+
+def test_the_search_chooses_the_batch_and_leaves_no_trace(few_sizes, tmp_path, capsys):
+    auto = {name: value for name, value in SHORT.items() if name != '--batch-positions'} | {'--save-every': 1}
+    given = train(tmp_path/'given', {'--batch-positions': 3}, capsys)
+    words = [str(word) for name, value in (auto | {'--output-dir': tmp_path/'auto'}).items() for word in (name, value)]
+    assert cli.main(['train', '--auto-batch-size', *words]) == 0
+    said = capsys.readouterr().err
+    assert 'Memory profile: 2 positions x 4 completions' in said and 'Optimal batch configuration found: 3 positions x 4 completions = 12' in said
+    found, wanted = (load_file(tmp_path/name/'final_checkpoint'/'model.safetensors') for name in ('auto', 'given'))
+    assert given.rows and all(torch.equal(value, wanted[name]) for name, value in found.items())
+    for folder in ('checkpoint-2', 'checkpoint-3', 'final_checkpoint'):
+        record = json.loads((tmp_path/'auto'/folder/'memory_profiles.json').read_text())
+        assert [(row['batch_positions'], row['effective_batch_size']) for row in record['profiles']] == [(2, 8), (3, 12)]
+        assert record['optimal'] == record['profiles'][1] and all(size > 0 for size in record['components_gb'].values())
+    assert not (given.folder/'final_checkpoint'/'memory_profiles.json').exists()
+    assert cli.main(['train', '--resume', '--auto-batch-size', '--output-dir', str(tmp_path/'auto'), '--steps', '4']) == 0
+    assert 'Memory profile' not in capsys.readouterr().err and (tmp_path/'auto'/'checkpoint-4'/'memory_profiles.json').exists()
+
+
+def test_two_ways_to_choose_the_batch_are_one_too_many(tmp_path, capsys):
+    run = train(tmp_path/'run', {'--auto-batch-size': True}, capsys)
+    assert run.code == 2 and '--batch-positions 2: not with --auto-batch-size' in run.said and not run.folder.exists()
+
+
 def test_no_flag_is_forgotten():
-    elsewhere = {'output_dir', 'device', 'resume', 'stockfish_path', 'eval_samples', 'micro_batch_size', 'gamma', 'gae_lambda', 'value_loss_coef'}
+    elsewhere = {'compile', 'auto_batch_size', 'output_dir', 'device', 'resume', 'stockfish_path', 'eval_samples', 'micro_batch_size', 'gamma', 'gae_lambda', 'value_loss_coef'}
     assert {*CASES} | elsewhere == {*TrainConfig.__dataclass_fields__} and not elsewhere & {*CASES}
 
 
