@@ -149,14 +149,15 @@ class Game(Encounter):
         """What the model thought, and where it saw the person's move lead."""
         last, found = self.thought, []
         if last: found.append(policy_diagram(last.fen, last.answer, title='what it thought'))
-        return found + (env_diagrams(*self.step, title='your move, as it saw it') if self.step else [])
+        if self.step: found += env_diagrams(*self.step, title='your move, as it saw it')
+        return [replace(diagram, white_below=self.colour) for diagram in found]
 
 # %% ../nbs/17_play.ipynb #42e14dfc
 BOARD_STYLE = """<style>
 .rw-play {max-width: 1020px}
 .rw-square, .rw-square:hover:enabled {width: 46px; height: 46px; margin: 0; padding: 0; border-radius: 0; border: 0;
   font: 36px/46px 'DejaVu Sans', 'Segoe UI Symbol', 'Apple Symbols', sans-serif; box-shadow: none; overflow: hidden}
-.rw-square.rw-light {background: #f0d9b5} .rw-square.rw-dark {background: #b58863}
+.rw-square.rw-pale {background: #f0d9b5} .rw-square.rw-dark {background: #b58863}
 .rw-square.rw-last {background: #cdd26a} .rw-square.rw-chosen {background: #7fa650}
 .rw-square.rw-target {box-shadow: inset 0 0 0 4px #7fa650}
 .rw-square.rw-black {color: #111} .rw-square.rw-white {color: #fff; text-shadow: 0 0 2px #000, 0 0 1px #000}
@@ -170,16 +171,16 @@ def square_look(
     game:Encounter, # as it stands
     square:int,     # 0 (a1) to 63 (h8)
     targets:dict[int, chess.Move], # of the piece taken up
-) -> tuple[str, tuple[str, ...]]: # the piece as a character, '' for none; its classes
+) -> tuple[str, tuple[str, ...]]: # the piece as a character, a blank for none; its classes
     """What a square shows."""
     piece, last = game.board.piece_at(square), game.board.peek() if game.board.move_stack else None
     classes = ['rw-square', f'rw-{chess.square_name(square)}',
-               'rw-light' if chess.BB_SQUARES[square] & chess.BB_LIGHT_SQUARES else 'rw-dark']
+               'rw-pale' if chess.BB_SQUARES[square] & chess.BB_LIGHT_SQUARES else 'rw-dark']
     if last and square in (last.from_square, last.to_square): classes.append('rw-last')
     if square == game.selected: classes.append('rw-chosen')
     if square in targets: classes.append('rw-target')
     if piece: classes.append('rw-white' if piece.color else 'rw-black')
-    glyph = chess.UNICODE_PIECE_SYMBOLS[piece.symbol().lower()] + '\ufe0e' if piece else '' # a letter, no emoji
+    glyph = chess.UNICODE_PIECE_SYMBOLS[piece.symbol().lower()] + '\ufe0e' if piece else '\xa0' # a letter, no emoji
     return glyph, tuple(classes)
 
 # %% ../nbs/17_play.ipynb #3351320d

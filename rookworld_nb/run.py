@@ -693,7 +693,8 @@ class Steered(Saving):
             raise RunError(f'{wish} {value}: must be finite and {"at least" if wish == "kl_coef" else "above"} 0')
         if wish == 'kl_coef': self.trainer.kl.kl_coef = value
         if wish == 'lr_scale': self.trainer.health.lr_scale = value
-        if wish == 'stop': self.trainer.stop_reason = f'stopped by hand after step {step}'
+        if wish == 'stop' and not self.trainer.stop_reason:
+            self.trainer.stop_reason = f'stopped by hand after step {step}'
         self.events.append({'step': step, 'time': time.time(), 'event': wish, **moved})
         self.folder.mkdir(parents=True, exist_ok=True)
         write_events(self.folder, self.events)

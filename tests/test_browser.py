@@ -1,4 +1,4 @@
-"""The dashboard in a real JupyterLab with a real Chromium: curves appear, Stop ends the loop, nothing fails in the page."""
+"""Dashboard and board in a real JupyterLab with a real Chromium: curves appear, clicks and sliders act, nothing fails in the page."""
 import json
 import os
 import re
@@ -43,11 +43,32 @@ print(f'clicked at {clicks}, ended at {dash.progress.step}')
 dash.figure
 """]
 
+STEERED = ["""
+import time
+from IPython.display import display
+from rookworld_nb.dashboard import Dashboard
+from rookworld_nb.monitor import simulated_run
+from rookworld_nb.play import Partner, PlayBoard
+from rookworld_nb.weights import load_pretrained
 
-def write_notebook(path: Path) -> None:
-    """A small notebook with the cells above."""
+def fulfil(name, value):
+    return f'after {dash.progress.step}: {name} {value}'
+""", """
+PlayBoard(Partner(*load_pretrained('nano')))
+""", """
+dash = Dashboard(total_steps=100_000, levers={'kl_coef': .02})
+display(dash)
+for metrics in simulated_run(100_000):
+    time.sleep(.1)
+    dash.update({name: metrics[name] for name in metrics if name != 'kl_coef'})
+    if not await dash.listen(fulfil): break
+"""]
+
+
+def write_notebook(path: Path, sources: list[str]) -> None:
+    """A small notebook."""
     cells = [dict(cell_type='code', id=f'cell-{i}', metadata={}, source=source.strip(), outputs=[], execution_count=None)
-             for i, source in enumerate(CELLS)]
+             for i, source in enumerate(sources)]
     kernel = dict(name='python3', display_name='python3', language='python')
     path.write_text(json.dumps(dict(cells=cells, metadata=dict(kernelspec=kernel), nbformat=4, nbformat_minor=5)))
 
@@ -80,7 +101,8 @@ def lab(tmp_path):
         path.parent.mkdir(parents=True)
         path.write_text(text)
     (tmp_path/'root').mkdir()
-    write_notebook(tmp_path/'root'/'run.ipynb')
+    write_notebook(tmp_path/'root'/'run.ipynb', CELLS)
+    write_notebook(tmp_path/'root'/'steered.ipynb', STEERED)
     folders = {'CONFIG_DIR': 'config', 'DATA_DIR': 'data', 'RUNTIME_DIR': 'runtime'}
     env = dict(os.environ, JUPYTERLAB_SETTINGS_DIR=str(tmp_path/'settings'), JUPYTERLAB_WORKSPACES_DIR=str(tmp_path/'workspaces'),
                **{f'JUPYTER_{name}': str(tmp_path/folder) for name, folder in folders.items()})
@@ -122,12 +144,22 @@ def wait_for_status(page, pattern: str) -> str:
     return status(page)
 
 
-def test_live_run_is_stopped_by_a_click(page, lab, tmp_path):
-    page.goto(f'{lab}/lab/tree/run.ipynb?token=t&reset')
+def run_all(page, lab: str, name: str) -> None:
+    """Open a notebook and run its cells."""
+    page.goto(f'{lab}/lab/tree/{name}?token=t&reset')
     kernel = 'window.jupyterapp?.shell?.currentWidget?.sessionContext?.session?.kernel?.status'
     page.wait_for_function(f"() => {kernel} === 'idle'")
     page.evaluate("() => { window.jupyterapp.commands.execute('notebook:run-all-cells') }")
 
+
+def wait_for_text(page, selector: str, pattern: str) -> str:
+    """Until an element's text matches; then the text."""
+    page.wait_for_function('([selector, pattern]) => new RegExp(pattern).test(document.querySelector(selector)?.innerText)', arg=[selector, pattern])
+    return page.locator(selector).first.inner_text()
+
+
+def test_live_run_is_stopped_by_a_click(page, lab, tmp_path):
+    run_all(page, lab, 'run.ipynb')
     wait_for_status(page, r'^Step (\d{2,}|[6-9]) of 100000')
     curves = page.locator('.rw-curves')
     assert curves.evaluate('image => image.naturalWidth') > 600
@@ -149,4 +181,40 @@ def test_live_run_is_stopped_by_a_click(page, lab, tmp_path):
     assert page.locator('.rw-stop').is_disabled()
     page.wait_for_function("() => document.querySelectorAll('.jp-OutputArea-output img[src^=\"data:image/png\"]').length > 0")
     page.screenshot(path=tmp_path/'stopped.png')
+    assert page.errors == []
+
+
+def test_a_run_is_steered_left_alone_and_followed_by_a_game(page, lab, tmp_path):
+    run_all(page, lab, 'steered.ipynb')
+    wait_for_status(page, r'^Step \d+ of 100000')
+    page.locator('.rw-pause').click()
+    paused = wait_for_status(page, r'^Paused after step \d+')
+    page.locator('.rw-checkpoint').click()
+    step = re.search(r'step (\d+)', paused)[1]
+    wait_for_text(page, '.rw-news', rf'after {step}: checkpoint None')
+    page.locator('.rw-kl_coef .noUi-handle').focus()
+    page.keyboard.press('ArrowRight')
+    wait_for_text(page, '.rw-news', rf'after {step}: kl_coef 0\.02\d+')
+    assert status(page) == paused  # nothing was trained meanwhile
+    page.screenshot(path=tmp_path/'paused.png')
+    page.locator('.rw-pause').click()
+    wait_for_status(page, r'^Step \d+ of')
+
+    page.evaluate("() => window.jupyterapp.commands.execute('docmanager:save')")
+    left = int(re.search(r'Step (\d+)', wait_for_status(page, r'^Step \d+ of'))[1])
+    page.goto('about:blank')  # the tab is closed; the kernel goes on
+    time.sleep(3)
+    page.goto(f'{lab}/lab/tree/steered.ipynb?token=t')
+    back = int(re.search(r'Step (\d+)', wait_for_status(page, r'^Step \d+ of'))[1])
+    assert back >= left + 5
+    page.locator('.rw-stop').click()
+    wait_for_status(page, r'^Stopped after step')
+
+    page.locator('.rw-e2').click()  # the board has come back with the tab
+    page.wait_for_selector('.rw-e4.rw-target')
+    page.locator('.rw-e4').click()
+    assert 'its best move' in wait_for_text(page, '.rw-play-words', r'^[a-h][1-8]\w+, ')
+    assert page.locator('.rw-e4').inner_text().startswith('\u265f') and page.locator('.rw-e2').inner_text().strip() == ''
+    assert page.locator('.rw-play-thought svg').count() >= 2
+    page.screenshot(path=tmp_path/'played.png')
     assert page.errors == []

@@ -153,7 +153,7 @@ def test_the_fall_back_is_said():
 def test_what_it_thought_is_drawn_beside_the_rules(nano):
     game = clicked(Game(Partner(*nano)), 'e2', 'e4')
     thought, *step = game.diagrams()
-    assert thought.title == 'what it thought' and thought.fen.split()[1] == 'b' and not thought.white_below
+    assert thought.title == 'what it thought' and thought.fen.split()[1] == 'b' and thought.white_below
     assert step[-1].title == 'the rules' and step[-1].fen == thought.fen
 
 
@@ -167,7 +167,7 @@ def test_the_board_follows_the_clicks():
     assert 'rw-chosen' in table.squares[chess.E2]._dom_classes and 'rw-target' in table.squares[chess.E4]._dom_classes
     table.squares[chess.E4].click()
     assert table.squares[chess.E4].description.startswith('♟') and 'rw-white' in table.squares[chess.E4]._dom_classes
-    assert table.squares[chess.E2].description == '' and 'rw-last' in table.squares[chess.E5]._dom_classes
+    assert table.squares[chess.E2].description == '\xa0' and 'rw-last' in table.squares[chess.E5]._dom_classes
     assert 'what it thought' in table.thought.value and table.words.value == 'e7e5, its best move'
     table.back.click()
     assert table.squares[chess.E2].description.startswith('♟') and table.thought.value == ''
@@ -181,6 +181,13 @@ def test_a_promotion_takes_the_chosen_piece():
     table.promotion.value = chess.ROOK
     for square in (chess.A7, chess.A8): table.squares[square].click()
     assert table.game.board.move_stack[0].uci() == 'a7a8r'
+
+
+def test_no_class_of_a_square_has_a_meaning_on_the_dashboard():
+    from rookworld_nb.dashboard import Dashboard
+    shared = {kind for square in chess.SQUARES for kind in square_look(Game(Scripted()), square, {})[1]}
+    dash = Dashboard(total_steps=1, levers={'kl_coef': .1, 'lr_scale': 1.})
+    assert shared & {kind for widget in vars(dash).values() for kind in getattr(widget, '_dom_classes', ())} == set()
 
 
 def test_light_and_dark_squares_are_where_they_belong():
