@@ -1,0 +1,329 @@
+"""The machine: what the precision trial decides, what a batch search finds, survives and puts back, what the byte counts count."""
+import json
+import os
+import random
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from rookworld_nb import cli, hardware, run
+from rookworld_nb.hardware import (
+    BatchSearch, HardwareConfig, HardwareError, KeptForBackward, MemoryProfile, adam_bytes, container_room, exact_precision, is_out_of_memory,
+    kv_cache_bytes, matmul_error, memory_limit, peak_memory, prepare_model, proc_bytes, reset_peak, search_batch, set_allocator, tensor_bytes,
+    total_memory, unchanged, use_hardware)
+from rookworld_nb.kl import UnknownOptionError
+from rookworld_nb.model import GPT, GPTConfig, KVCache
+from rookworld_nb.run import Setup, TrainConfig, memory_components, profile_batches, run_state, trial_run
+from rookworld_nb.trainer import TrainerConfig, build_optimizer
+
+linux = pytest.mark.skipif(not Path('/proc/self/clear_refs').exists(), reason='reads memory from /proc')
+TINY = GPTConfig(n_layer=3, n_head=2, n_embd=16, vocab_size=11, n_positions=32)
+MB = 2**20
+
+
+@pytest.fixture(autouse=True)
+def put_back(monkeypatch):
+    "Leave the settings of the process as they were."
+    for name in ('PYTORCH_ALLOC_CONF', 'PYTORCH_CUDA_ALLOC_CONF'):
+        monkeypatch.delenv(name, raising=False)
+    level = torch.get_float32_matmul_precision()
+    yield
+    torch.set_float32_matmul_precision(level)
+    torch.backends.cudnn.benchmark = False
+    os.environ.pop('PYTORCH_CUDA_ALLOC_CONF', None)
+
+
+# ---- settings
+
+@pytest.mark.parametrize(('setting', 'words'), [
+    ({'matmul_precision': 'tf32'}, '--matmul-precision tf32: must be one of auto, highest, high, medium'),
+    ({'compile': 'yes'}, '--compile yes: must be one of none, default, reduce-overhead, max-autotune')])
+def test_bad_settings_are_named(setting, words):
+    with pytest.raises(HardwareError) as caught:
+        HardwareConfig(**setting)
+    assert str(caught.value) == words
+
+
+@pytest.mark.parametrize(('medium', 'chosen'), [(2e-3, 'highest'), (3e-4, 'highest'), (4e-7, 'medium')])
+def test_a_level_that_rounds_is_not_chosen(medium, chosen, monkeypatch):
+    monkeypatch.setattr(hardware, 'matmul_error', lambda level, device: medium if level == 'medium' else 3e-7)
+    assert exact_precision() == chosen
+    assert f'float32 products: {chosen} (auto' in use_hardware(HardwareConfig(), 'cpu') and torch.get_float32_matmul_precision() == chosen
+
+
+def test_the_trial_measures_rounding_and_leaves_the_level():
+    torch.set_float32_matmul_precision('high')
+    assert 1e-8 < matmul_error('highest') < 1e-6
+    assert torch.get_float32_matmul_precision() == 'high'
+    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        pytest.skip('no bfloat16 products here')
+    with pytest.MonkeyPatch.context() as patch:   # a product that rounds its inputs to bfloat16
+        product = torch.nn.functional.linear
+        patch.setattr(hardware.F, 'linear', lambda x, w: product(x, w) if x.dtype == torch.double else product(x.bfloat16(), w.bfloat16()).float())
+        assert 1e-3 < matmul_error('highest') < 5e-3
+
+
+def test_the_users_allocator_stands(monkeypatch):
+    assert set_allocator(None) == "torch's own" and 'PYTORCH_CUDA_ALLOC_CONF' not in os.environ
+    assert set_allocator('max_split_size_mb:64') == os.environ['PYTORCH_CUDA_ALLOC_CONF'] == 'max_split_size_mb:64'
+    assert set_allocator('max_split_size_mb:32') == 'max_split_size_mb:64 (from the environment)'
+    monkeypatch.setenv('PYTORCH_ALLOC_CONF', 'expandable_segments:True')
+    assert set_allocator('max_split_size_mb:32') == 'expandable_segments:True (from the environment)'
+    for name in ('PYTORCH_ALLOC_CONF', 'PYTORCH_CUDA_ALLOC_CONF'): os.environ.pop(name)
+    monkeypatch.setattr(torch.cuda, 'is_initialized', lambda: True)
+    assert set_allocator('max_split_size_mb:32') == "torch's own (CUDA had started)" and 'PYTORCH_CUDA_ALLOC_CONF' not in os.environ
+
+
+def test_a_run_sets_the_allocator_before_it_asks_for_its_device(monkeypatch, tmp_path):
+    seen = []
+    monkeypatch.setattr(run, 'torch_device', lambda name: seen.append(os.environ.get('PYTORCH_CUDA_ALLOC_CONF')) or 'cpu')
+    Setup(TrainConfig(output_dir=str(tmp_path/'run'), cuda_allocator='max_split_size_mb:96'))
+    assert seen == ['max_split_size_mb:96']
+
+
+def test_bf16_rounds_the_blocks_and_nothing_else():
+    torch.manual_seed(0)
+    model, ids = GPT(TINY), torch.randint(11, (4, 9))
+    exact = model(ids)
+    seen = []
+    model.h[0].mlp.c_fc.register_forward_hook(lambda module, inputs, out: seen.append(out.dtype))
+    rounded = prepare_model(model, HardwareConfig(bf16=True))(ids)
+    assert seen == [torch.bfloat16] and rounded.dtype == model.hidden(ids).dtype == torch.float32
+    assert 0 < (rounded - exact).abs().max() < .02*exact.abs().max()
+    rounded.square().mean().backward()
+    assert {p.dtype for p in model.parameters()} == {p.grad.dtype for p in model.parameters()} == {torch.float32}
+    prefix, cache = model.prefill(ids), KVCache(3)
+    with torch.no_grad(): model.extend(ids[:, :1], prefix, cache)
+    assert cache.keys[0].dtype == torch.bfloat16 and kv_cache_bytes(TINY, 4, 3, element=2) == tensor_bytes(cache.keys + cache.values)
+    assert_close(prepare_model(model, HardwareConfig())(ids), exact, atol=0, rtol=0)
+
+
+def test_the_first_update_check_knows_what_rounding_may_do():
+    tolerance = {name: TrainConfig(lr=1e-4, replays=1, loss_type='grpo', **setting).trainer.identity_tolerance for name, setting in {
+        'exact': {}, 'highest': {'matmul_precision': 'highest'}, 'bf16': {'bf16': True}, 'TF32': {'matmul_precision': 'high'},
+        'medium': {'matmul_precision': 'medium'}}.items()}
+    assert tolerance == {'exact': 1e-3, 'highest': 1e-3, 'bf16': .1, 'TF32': .1, 'medium': .1}
+
+
+def test_the_three_adamws_compute_the_same():
+    moved = {}
+    for kind in ('fused', 'foreach', 'loop'):
+        torch.manual_seed(0)
+        model = GPT(TINY)
+        optimizer = build_optimizer(model, TrainerConfig(lr=1e-2, adamw=kind))
+        assert (optimizer.defaults['fused'], optimizer.defaults['foreach']) == {'fused': (True, None), 'foreach': (None, True), 'loop': (None, False)}[kind]
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.arange(10).view(2, 5)).square().sum().backward()
+            optimizer.step()
+        moved[kind] = list(model.parameters())
+    assert_close(moved['fused'], moved['foreach'], atol=1e-4, rtol=0)   # a step is 1e-2 long
+    assert_close(moved['fused'], moved['loop'], atol=1e-4, rtol=0)
+    with pytest.raises(UnknownOptionError, match='adamw'):
+        TrainerConfig(adamw='sgd')
+
+
+# ---- counting
+
+def test_each_storage_counts_once_and_only_while_it_is_kept():
+    x, weight = torch.randn(8, 4, requires_grad=True), torch.nn.Parameter(torch.randn(4, 4))
+    with KeptForBackward([weight]) as meter:
+        y = (x @ weight).exp()         # keeps x, weight (not counted) and its own result
+        assert meter.now == meter.peak == tensor_bytes([x, y])
+        z = (y*y).view(2, 16) * y.view(2, 16)   # keeps y*y; y again, as a view
+        assert meter.now == tensor_bytes([x, y, y])
+        z.sum().backward()
+    assert (meter.now, meter.peak) == (0, tensor_bytes([x, y, y]))
+
+
+def test_adams_memory_is_two_copies_and_the_steps():
+    model = GPT(TINY)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    assert adam_bytes(optimizer) == 0
+    model(torch.zeros(1, 3, dtype=torch.int64)).sum().backward()
+    optimizer.step()
+    assert adam_bytes(optimizer) == 2*tensor_bytes(model.parameters()) + 4*len(list(model.parameters()))
+
+
+def test_the_limit_of_a_container_counts(monkeypatch, tmp_path):
+    monkeypatch.setattr(hardware, 'Path', lambda place: tmp_path)
+    assert container_room() == float('inf')
+    (tmp_path/'memory.current').write_text('300\n')
+    for limit, room in (('max\n', float('inf')), ('1000\n', 700), ('200\n', 0)):
+        (tmp_path/'memory.max').write_text(limit)
+        assert container_room() == room
+
+
+@linux
+def test_the_peak_goes_down_again_and_is_not_missed():
+    for size in (200, 60, 120):
+        reset_peak('cpu')
+        before = proc_bytes('VmRSS')
+        torch.ones(size*MB//4).sum()
+        assert size - 15 < (peak_memory('cpu') - before)/MB < size + 15
+    assert proc_bytes('VmRSS') < total_memory('cpu') <= os.sysconf('SC_PAGE_SIZE')*os.sysconf('SC_PHYS_PAGES')
+
+
+def test_where_there_is_no_proc_it_is_said():
+    with pytest.raises(HardwareError, match='only Linux'):
+        proc_bytes('VmRSS', '/no/such/place')
+
+
+# ---- the search
+
+@linux
+def test_the_search_stops_above_the_target(monkeypatch):
+    monkeypatch.setattr(hardware, 'total_memory', lambda device: proc_bytes('VmRSS') + 800*MB)
+    tried = []
+
+    def trial(positions, group):
+        tried.append((positions, group))
+        torch.ones(positions*MB).sum()    # 4 MB a position
+    found = search_batch(trial, target=(proc_bytes('VmRSS') + 300*MB)/(proc_bytes('VmRSS') + 800*MB))
+    assert tried == [(2**power, 4) for power in range(1, 8)] and found.reason.startswith('128 x 4 takes more than')
+    assert found.best.batch_positions == 64 and found.best.effective_batch_size == 256
+    assert found.best.utilization == found.best.peak_gb/found.best.total_gb
+    assert 'Optimal batch configuration found: 64 positions x 4 completions = 256' in found.line
+    tried.clear()
+    all_fit = search_batch(trial, sizes=((2, 4), (3, 4)))
+    assert (all_fit.reason, all_fit.best.batch_positions) == ('the largest size tried', 3)
+
+
+@linux
+def test_running_out_of_memory_is_survived_and_everything_else_is_not():
+    "In a process of its own: a test that could take the machine's memory should not share one."
+    program = '''
+import resource, torch
+from rookworld_nb import hardware
+hardware.total_memory = lambda device: hardware.proc_bytes('VmRSS') + 400*2**20
+before, held = resource.getrlimit(resource.RLIMIT_DATA), []
+def trial(positions, group): held.append(torch.ones(positions*40*2**18)); held.clear() if positions < 16 else None
+found = hardware.search_batch(trial, target=1.)
+assert found.reason == 'out of memory at 16 x 4', found.reason
+assert found.best.batch_positions == 8 and held == [] and resource.getrlimit(resource.RLIMIT_DATA) == before
+torch.ones(600*2**18)
+print('survived')
+'''
+    done = subprocess.run([sys.executable, '-c', program], text=True, capture_output=True, timeout=120)
+    assert done.stdout == 'survived\n', done.stderr
+
+    def wrong(positions, group): raise RuntimeError('shapes cannot be multiplied')
+    with pytest.raises(RuntimeError, match='shapes'):
+        search_batch(wrong)
+
+
+@pytest.mark.parametrize(('error', 'memory'), [
+    (torch.OutOfMemoryError('CUDA out of memory. Tried to allocate'), True), (MemoryError(), True), (RuntimeError('std::bad_alloc'), True),
+    (RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 35184372088832 bytes."), True), (RuntimeError('size mismatch'), False)])
+def test_which_errors_mean_that_memory_ran_out(error, memory):
+    assert is_out_of_memory(error) == memory
+
+
+@linux
+def test_an_allocation_beyond_the_limit_raises():
+    with memory_limit('cpu', proc_bytes('VmRSS') + 100*MB):
+        torch.ones(50*MB//4)
+        with pytest.raises(RuntimeError) as caught:
+            torch.ones(1000*MB//4)
+    assert is_out_of_memory(caught.value)
+    torch.ones(1000*MB//4)
+
+
+def test_nothing_fits():
+    found = BatchSearch((MemoryProfile(9., 10., .9, 2, 4, 8),), .85, '2 x 4 takes more than 85%')
+    with pytest.raises(HardwareError, match='no batch fits: 2 x 4 takes more than 85%; --gradient-checkpointing'):
+        found.best
+    for target in (0, 1.1, -1, float('nan')):
+        with pytest.raises(HardwareError, match='--target'):
+            search_batch(lambda positions, group: None, target=target)
+
+
+def test_everything_is_as_before_even_after_a_failure():
+    model = GPT(TINY)
+    weights, lots = [p.clone() for p in model.parameters()], (torch.get_rng_state(), random.getstate())
+    with pytest.raises(ZeroDivisionError), unchanged(model):
+        for p in model.parameters():
+            p.data += torch.rand_like(p)*random.random()
+            p.grad = torch.ones_like(p)
+        raise ZeroDivisionError
+    assert_close(list(model.parameters()), weights, atol=0, rtol=0)
+    assert torch.equal(torch.get_rng_state(), lots[0]) and random.getstate() == lots[1]
+    assert all(p.grad is None for p in model.parameters())
+
+
+# ---- in a run
+
+def plain(value):
+    "Nested state with bytes in place of tensors and words in place of floats, to be compared with == even where there is a NaN."
+    if isinstance(value, float): return repr(value)
+    if isinstance(value, torch.Tensor): return value.dtype, tuple(value.shape), value.detach().numpy().tobytes()
+    if isinstance(value, dict): return {key: plain(part) for key, part in value.items()}
+    return [plain(part) for part in value] if isinstance(value, list | tuple) else value
+
+
+@pytest.fixture
+def setup(tmp_path):
+    return Setup(TrainConfig(output_dir=str(tmp_path/'run'), batch_positions=2, group_size=4, max_new_tokens=16, eval_policy=0, eval_env=0,
+                             mix_env_ratio=.5, lr=1e-2, steps=9, baseline_type='ema', normalize_rewards=True))
+
+
+@linux
+def test_a_profile_leaves_weights_optimiser_prompts_and_random_numbers_alone(setup, monkeypatch):
+    monkeypatch.setattr(run, 'SIZES', ((2, 4), (3, 4)))
+    steps = setup.trainer.run(setup.buffer)
+    next(steps)                             # an optimiser, a buffer and a collector with a past
+    setup.model.load_state_dict(setup.reference.state_dict())    # where a search takes place
+    before = plain(run_state(setup)), plain(setup.model.state_dict()), torch.get_rng_state(), random.getstate()
+    record = profile_batches(setup)
+    assert plain(run_state(setup)) == before[0] and plain(setup.model.state_dict()) == before[1]
+    assert torch.equal(torch.get_rng_state(), before[2]) and random.getstate() == before[3]
+    assert record['optimal'] == record['profiles'][-1] == asdict(MemoryProfile(**record['optimal'])) and json.loads(json.dumps(record)) == record | {
+        'profiles': list(record['profiles'])}
+
+
+def test_a_trial_is_two_real_updates_with_all_that_a_run_holds(setup):
+    weights = [p.clone() for p in setup.model.parameters()]
+    other = trial_run(setup, 3, 4)
+    assert other.trainer.step == 2 and setup.trainer.step == 0 and other.buffer.newest.table['prompt'].nunique() == 3
+    assert adam_bytes(other.trainer.optimizer) > 0 and adam_bytes(setup.trainer.optimizer) == 0
+    assert not torch.equal(other.trainer.good['model']['wte.weight'], weights[0])   # one update later
+    assert_close(list(setup.model.parameters()), weights, atol=0, rtol=0)
+
+
+def test_components_are_what_the_tensors_say(setup):
+    small, large = memory_components(setup, 2, 4), memory_components(setup, 8, 4)
+    weights = tensor_bytes(setup.model.parameters())/1e9
+    assert small['weights'] == small['reference'] == small['gradients'] == weights and small['last_good_state'] == pytest.approx(3*weights, rel=1e-3)
+    assert large['weights'] == weights and large['activations'] > 2*small['activations']
+    assert 2 < large['kv_cache']/small['kv_cache'] < 9      # by task: 8 prompts are not always four times 2 of the larger one
+    setup.model.gradient_checkpointing = True
+    assert memory_components(setup, 8, 4)['activations'] < large['activations']
+
+
+@linux
+def test_the_command(monkeypatch, capsys):
+    monkeypatch.setattr(run, 'SIZES', ((2, 4), (3, 4)))
+    assert cli.main(['batch-size', '--max-new-tokens', '8', '--group-size', '2']) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[0].split()[0] == 'positions' and [line.split()[:3] for line in said[1:3]] == [['2', '2', '4'], ['3', '2', '6']]
+    assert said[3].startswith('GB: weights 0.005, reference 0.005') and said[4].startswith('Optimal batch configuration found: 3 positions x 2')
+    assert cli.main(['batch-size', '--max-new-tokens', '8', '--json', '--gradient-checkpointing', '--bf16']) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record['optimal']['effective_batch_size'] == 12 and set(record['optimal']) == set(MemoryProfile.__dataclass_fields__)
+    assert cli.main(['batch-size', '--max-new-tokens', '8', '--target', '0.0001']) == 2
+    assert 'no batch fits: 2 x 4 takes more than 0%' in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a GPU')
+def test_on_a_gpu_the_peak_is_the_allocators():
+    reset_peak('cuda')
+    before = peak_memory('cuda')
+    torch.ones(256*MB//4, device='cuda')
+    assert 250 < (peak_memory('cuda') - before)/MB < 300
+    found = search_batch(lambda positions, group: torch.ones(2**45 if positions > 4 else 1, device='cuda'), 'cuda')
+    assert found.reason == 'out of memory at 8 x 4' and found.best.batch_positions == 4
