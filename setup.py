@@ -18,6 +18,6 @@ setuptools.setup(
     packages=[library], package_data={library: ['assets/*', 'assets/nano/*', 'py.typed']},
     install_requires=settings['requirements'].split(),
     extras_require={extra: settings[f'{extra}_requirements'].split()
-                    for extra in ('notebook', 'hub', 'tensorboard', 'wandb', 'parity', 'dev')},
+                    for extra in ('notebook', 'hub', 'tensorboard', 'wandb', 'search', 'parity', 'dev')},
     entry_points={'console_scripts': [settings['console_scripts']]},
     zip_safe=False)

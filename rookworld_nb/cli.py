@@ -8,8 +8,8 @@ __all__ = ['logger', 'REQUIRED', 'READERS', 'SUITES', 'Suites', 'HEADINGS', 'COM
            'read_settings', 'input_lines', 'at_least_one', 'emit', 'without_nan', 'positions', 'uci', 'batches',
            'generate', 'read_rows', 'read_row', 'score', 'positions_in', 'policy_line', 'label', 'evaluation_samples',
            'examine', 'suite_puzzles', 'suite_openings', 'play_suites', 'evaluate_model', 'metric_tables',
-           'report_evaluation', 'as_columns', 'train', 'pretrain', 'report', 'ablate', 'batch_size', 'Command',
-           'run_command', 'overview', 'is_input_error', 'console_logging', 'main']
+           'report_evaluation', 'as_columns', 'train', 'pretrain', 'report', 'ablate', 'search', 'batch_size',
+           'Command', 'run_command', 'overview', 'is_input_error', 'console_logging', 'main']
 
 # %% ../nbs/22_cli.ipynb #0f1f1bea
 import argparse
@@ -697,6 +697,22 @@ def ablate(
     emit(table.to_string(float_format='{:.4f}'.format, na_rep=''))
 
 
+def search(
+    config,                             # what was given of a run.TrainConfig, shared by all trials
+    space: tuple[str, ...] = ('grid',), # grid, NAME=a|b|c, NAME=low..high, NAME=low..high:log; the later counts
+    trials: int | None = None,          # of the study in all; none: every point of a grid
+    workers: int = 1,                   # trials side by side, a process each
+    storage: str | None = None,         # URL of a database shared by machines; none: a file in --output-dir
+    prune: bool = True,                 # stop trials whose reward falls
+) -> None:
+    "Search for settings with many runs; in the same --output-dir (none: runs/search) the study goes on."
+    from rookworld_nb.scale import Search, run_search, search_report
+    study = Search(config, space, trials, storage, prune)
+    for table in run_search(study, workers):
+        logger.info('%d of %d trials, %d successes', len(table), study.size, (table['outcome'] == 'success').sum())
+    emit(search_report(table, study))
+
+# %% ../nbs/22_cli.ipynb #b47c551e
 def batch_size(
     model: str = 'nano',          # nano, a folder, or a Hugging Face id
     target: float = 0.85,         # share of the memory that a batch may take
@@ -734,6 +750,7 @@ COMMANDS = {
     'report': Command(report),
     'ablate': Command(ablate),
     'batch-size': Command(batch_size),
+    'search': Command(search, {'config': 'rookworld_nb.run:TrainConfig'}),
     'pretrain': Command(pretrain, {'config': 'rookworld_nb.pretrain:PretrainConfig'}),
 }
 

@@ -1,0 +1,371 @@
+"""The study of settings: spaces that say what they mean, every point once whoever dies, verdicts by hand, reports that hide nothing."""
+import json
+import math
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from rookworld_nb import cli, report, scale
+from rookworld_nb.evaluate import evaluate, wilson_interval
+from rookworld_nb.monitor import metric_rows
+from rookworld_nb.positions import shipped, write_lines
+from rookworld_nb.rewards import RewardScorer
+from rookworld_nb.run import TrainConfig
+from rookworld_nb.scale import (Choices, Search, SearchError, Span, Verdict, best_of, by_ticket, deal, hopeless, importance, open_study, read_space,
+                                reissue, run_search, search_report, settings_at, success_rates, trial_table, verdict_of, why_failed, work)
+from rookworld_nb.weights import load_pretrained
+
+pytest.importorskip('optuna')
+
+
+@pytest.fixture(scope='session')
+def lines(tmp_path_factory) -> str:
+    "A small file of prompts: the shipped ones take seconds to read."
+    path = tmp_path_factory.mktemp('lines')/'lines.txt'
+    write_lines([sample for sample in shipped('heldout') if sample.task == 'P'][-24:], path)
+    return str(path)
+
+
+def tiny(tmp_path, lines, **more):
+    "Settings of a trial of a second or two."
+    return {'steps': 3, 'batch_positions': 2, 'group_size': 2, 'max_new_tokens': 16, 'eval_policy': 4, 'eval_env': 0, 'eval_samples': 2, 'save_every': 1,
+            'mix_env_ratio': 0., 'data': lines, 'seed': 3, 'max_recoveries': 0, 'output_dir': str(tmp_path/'study')} | more
+
+
+# ---- spaces
+
+def test_words_become_dimensions():
+    assert read_space(['lr=1e-5|1e-4|1e-05', 'kl-coef=0..0.5', 'steps=10..100:log', 'normalize_rewards=true|false', 'max_age=none|4', 'batch=1x2|2x4']) == {
+        'lr': Choices((1e-5, 1e-4)), 'kl_coef': Span(0., .5, False), 'steps': Span(10, 100, True), 'normalize_rewards': Choices((True, False)),
+        'max_age': Choices((None, 4)), 'batch': Choices(('1x2', '2x4'))}
+    assert read_space(['grid', 'lr=1']) == read_space(['grid']) | {'lr': Choices((1.,))}
+    assert read_space(['data=../a|..']) == {'data': Choices(('../a', '..'))}
+
+
+@pytest.mark.parametrize('word, said', [
+    ('gird', 'grid'), ('lr', 'SETTING=VALUES'), ('lr=', 'SETTING=VALUES'), ('learning=1', 'learning'), ('output_dir=a|b', 'output_dir'), ('eval_policy=1', 'eval_policy'),
+    ('lr=fast', "'fast' is not a number"), ('steps=1.5', "'1.5' is not a whole number"), ('use_gae=yes', 'true or false'), ('batch=2', '2x4'), ('batch=0x2', '2x4'),
+    ('lr=1e-3..1e-5', 'LOW'), ('lr=0..1:log', 'LOW above 0'), ('lr=0..1:lin', 'LOW..HIGH:log'), ('lr=0..nan', 'LOW'), ('use_gae=false..true', 'true or false'),
+    ('lr=none..1', 'LOW'), ('batch=1x2..2x4', '2x4'), ('lr=..1', 'not a number')])
+def test_what_is_wrong_with_a_space_is_said(word, said):
+    with pytest.raises(SearchError, match='--space') as error: read_space([word])
+    assert said in str(error.value) and word.partition('=')[0] in str(error.value)
+
+
+def test_the_grid_is_the_one_of_432_points():
+    points = Search().points
+    assert Search().size == len(points) == len({json.dumps(point, sort_keys=True) for point in points}) == 432
+    count = {name: Counter(map(repr, (point[name] for point in points))) for name in points[0]}
+    assert {name: len(values) for name, values in count.items()} == {
+        'lr': 3, 'kl_coef': 3, 'clip_range': 2, 'temperature': 3, 'mix_env_ratio': 2, 'kl_estimator': 2, 'batch': 2}
+    assert all(len(set(values.values())) == 1 for values in count.values())
+    config = Search().config(dict(lr=5e-5, kl_coef=.2, clip_range=.1, temperature=1., mix_env_ratio=0., kl_estimator='kl1', batch='2x4'))
+    assert (config.lr, config.batch_positions, config.group_size, config.kl_estimator) == (5e-5, 2, 4, 'kl1')
+
+
+def test_a_part_of_a_grid_is_a_random_part():
+    first, other = Search(trials=40), Search({'seed': 1}, trials=40)
+    assert first.size == 40 and first.points == Search().points != other.points
+    assert {point['lr'] for point in first.points[:40]} == {1e-5, 2e-5, 5e-5} and len({point['batch'] for point in first.points[:40]}) == 2
+
+
+@pytest.mark.parametrize('arguments, said', [
+    (({}, ('lr=0..1',)), '--trials'), (({}, ('grid',), 0), '--trials 0'), (({'lr': 1e-4},), '--lr'), (({'group_size': 2},), '--group-size'),
+    (({'resume': True},), '--resume'), (({}, ('batch=1x2', 'group_size=2')), 'group_size'), (({}, ('kl_estimator=kl4',)), 'kl4'),
+    (({}, ('temperature=-1..1',), 3), 'temperature'), (({'eval_policy': 0, 'eval_env': 0},), '--eval-policy')])
+def test_a_study_that_cannot_be_is_refused(arguments, said):
+    with pytest.raises(ValueError, match=said): Search(*arguments)
+
+
+# ---- verdicts
+
+def test_the_rule_against_hopeless_curves():
+    high, low = [.6, .4]*8, [.3, .1]*8
+    assert 'fell from 0.500 to 0.200' in hopeless(high + low, 64)
+    assert 'fell from 0.500 to 0.200' in hopeless(high + high + low, 64) and not hopeless(high + high, 64)
+    assert not any(hopeless((high + low)[:step], 64) for step in range(1, 32)) and not hopeless(high + low + low[:1], 64)
+    assert not hopeless(low + high, 64) and not hopeless([.5]*32, 64) and not hopeless(high[:7] + low[:7], 28)
+    error = math.sqrt(2*np.var(high, ddof=1)/16)
+    for replays in (1, 2):
+        edge = 3*error*math.sqrt(replays)
+        assert hopeless(high + [each - 1.01*edge for each in high], 64, replays) and not hopeless(high + [each - .99*edge for each in high], 64, replays)
+    assert not hopeless(high + low, 64, replays=3)
+
+
+def test_success_is_an_interval_above_zero():
+    assert verdict_of(.0197, .01)[0] == 'success' and verdict_of(.0195, .01)[0] == 'no gain' and verdict_of(-.1, .01)[0] == 'no gain'
+    assert verdict_of(0., 0.)[0] == 'no gain' and verdict_of(math.nan, math.nan)[0] == 'no gain'
+
+
+# ---- a study
+
+@pytest.fixture(scope='module')
+def done(tmp_path_factory, lines):
+    "A whole study: a learning rate that trains, one that diverges; one pair of settings that cannot be."
+    folder = tmp_path_factory.mktemp('done')
+    search = Search(tiny(folder, lines), ('lr=1e-3|1', 'kl_estimator=kl3|forward', 'kl_in_reward=true|false'))
+    tables = list(run_search(search, workers=2))
+    return search, tables[-1], [len(table) for table in tables]
+
+
+def test_every_point_is_tried_once_and_every_failure_has_its_reason(done):
+    search, table, counts = done
+    assert counts[0] == 0 and counts[-1] == 8 and counts == sorted(counts)
+    tried = [tuple(row) for row in table[['lr', 'kl_estimator', 'kl_in_reward']].itertuples(index=False)]
+    assert len(set(tried)) == 8 and [dict(zip(search.dimensions, each)) for each in tried] == search.points
+    impossible = (table['kl_estimator'] == 'forward') & table['kl_in_reward'].astype(bool)
+    assert table[impossible]['outcome'].eq('error').all() and table[impossible]['reason'].str.contains('kl_in_reward needs').all()
+    wild = (table['lr'] == 1) & ~impossible
+    assert table[wild]['outcome'].eq('diverged').all() and table[wild]['reason'].str.contains('diverged at step .* nats').all()
+    assert table[~impossible & ~wild]['outcome'].isin(['success', 'no gain']).all() and table[impossible | wild]['gain'].isna().all()
+    study = open_study(search)
+    assert Counter(trial.state.name for trial in study.trials if 'ticket' in trial.user_attrs) == {
+        'COMPLETE': int((~impossible & ~wild).sum()), 'PRUNED': int(wild.sum()), 'FAIL': int(impossible.sum())}
+    assert all('SettingError' in trial.user_attrs['traceback'] for trial in study.trials if trial.user_attrs['ended']['outcome'] == 'error')
+
+
+def test_a_trial_is_an_ordinary_run_and_its_verdict_can_be_recomputed(done, tmp_path):
+    search, table, _ = done
+    ticket = table.index[(table['lr'] == 1e-3) & (table['kl_estimator'] == 'forward') & ~table['kl_in_reward'].astype(bool)][0]
+    folder, row = search.folder/f'trial-{ticket:04d}', table.loc[ticket]
+    means = []
+    for place in ('nano', str(folder/'final_checkpoint')):
+        model, tokenizer = load_pretrained(place)
+        heldout = [sample for sample in shipped('heldout') if sample.task == 'P'][:4]
+        means.append(evaluate(model, tokenizer, heldout, .9, 3, RewardScorer(TrainConfig().rewards), 2)['reward'].mean())
+    assert row['gain'] == pytest.approx(means[1] - means[0], abs=1e-6) and row['gain'] != 0
+    assert cli.main([*shlex.split(row['command'])[1:], '--output-dir', str(tmp_path/'again')]) == 0
+    again, was = ([{name: each for name, each in row.items() if 'time' not in name and 'perf/' not in name} for row in metric_rows(place/'metrics.jsonl')]
+                  for place in (tmp_path/'again', folder))
+    assert again == was and len(was) == 3
+
+
+def test_the_report_counts_everything(done):
+    search, table, _ = done
+    text = search_report(table, search)
+    for words in ('8 of 8 trials', 'error: 2 of 8', 'diverged: 3 of 8', 'kl_in_reward needs', 'trial '): assert words in text
+    assert (search.folder/'report.txt').read_text() == text + '\n' and len(pd.read_csv(search.folder/'results.csv')) == 8
+    assert all((search.folder/name).read_bytes().startswith(b'\x89PNG') for name in ('success.png', 'slices.png'))
+
+
+def test_a_finished_study_is_not_repeated_and_not_mixed_with_another(done):
+    search, table, _ = done
+    was = {path: path.stat().st_mtime_ns for path in search.folder.rglob('metrics.jsonl')}
+    *_, again = run_search(search)
+    pd.testing.assert_frame_equal(again, table)
+    assert {path: path.stat().st_mtime_ns for path in search.folder.rglob('metrics.jsonl')} == was
+    for changed, said in ((Search(dict(search.given) | {'steps': 4}, search.space), '--steps 4'), (Search(search.given, search.space[1:]), '--space'),
+                          (Search(search.given, search.space, prune=False), '--prune')):
+        with pytest.raises(SearchError, match=said): next(run_search(changed))
+    assert Search(dict(search.given) | {'save_every': 7}, search.space).facts == search.facts
+
+
+# ---- who works on it: a stub in the place of training shows what the database hands out
+
+STUB = '''
+import os, random, sys, time
+from rookworld_nb import scale
+def stub(trial, search, place):
+    point = {name: scale.suggest(trial, name, part) for name, part in search.dimensions.items()}
+    with open(search.folder/'tried.txt', 'a') as file: file.write(f"{sorted(point.items())}\\n")
+    %s
+    time.sleep(random.random()/20)
+    return scale.verdict_of(.1, .01)
+scale.run_trial, scale.Setup, scale.BEAT, scale.POLL = stub, lambda config: None, 1, .1
+if __name__ == '__main__':
+    for table in scale.run_search(scale.Search({'output_dir': sys.argv[1]}, (%r,), %s), %d): pass
+    print(len(table), table['outcome'].value_counts().to_dict())
+'''
+
+
+def start(tmp_path, name, event='pass', space='', trials='None', workers=1):
+    "A study in a process group of its own."
+    (tmp_path/f'{name}.py').write_text(STUB % (event, space, trials, workers))
+    return subprocess.Popen([sys.executable, tmp_path/f'{name}.py', tmp_path/'study'], text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                            start_new_session=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('space, trials, n', [('kl_coef=' + '|'.join(f'{i/10}' for i in range(12)), 'None', 12), ('kl_coef=0..1', '8', 8)])
+def test_two_machines_share_a_study(tmp_path, space, trials, n):
+    "Started at the same moment: everything is done once, whoever wrote the tickets."
+    (tmp_path/'study').mkdir()
+    both = [start(tmp_path, name, space=space, trials=trials) for name in 'ab']
+    said = [process.communicate(timeout=300) for process in both]
+    assert [process.returncode for process in both] == [0, 0], said
+    assert all(out.startswith(f'{n} ') for out, _ in said)
+    tried = (tmp_path/'study'/'tried.txt').read_text().splitlines()
+    assert len(tried) == len(set(tried)) == n
+
+
+@pytest.mark.slow
+def test_a_ticket_whose_workers_die_is_given_up(tmp_path):
+    "One point kills its worker each time; all others are done by those who are left, and by the next start."
+    event = "if point['kl_coef'] == .3: os.kill(os.getpid(), 9)"
+    (tmp_path/'study').mkdir()
+    first = start(tmp_path, 'a', event, 'kl_coef=.1|.2|.3|.4', workers=2)
+    out, err = first.communicate(timeout=300)
+    assert first.returncode == 1 and 'the same command goes on' in err and '-9' in err
+    second = start(tmp_path, 'a', event, 'kl_coef=.1|.2|.3|.4', workers=2)
+    out, err = second.communicate(timeout=300)
+    assert second.returncode == 0 and out == "4 {'success': 3, 'error': 1}\n", err
+    tried = Counter((tmp_path/'study'/'tried.txt').read_text().splitlines())
+    assert sorted(tried.values()) == [1, 1, 1, 3]
+    *_, table = run_search(Search({'output_dir': str(tmp_path/'study')}, ('kl_coef=.1|.2|.3|.4',)))
+    assert table.loc[table['outcome'] == 'error', 'reason'].tolist() == ['the worker was killed, 3 times']
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('blow', [signal.SIGKILL, signal.SIGINT])
+def test_a_killed_study_goes_on_inside_the_trial(tmp_path, lines, blow):
+    given = tiny(tmp_path, lines, steps=40)
+    (tmp_path/'study.py').write_text(f'import sys\nfrom rookworld_nb import cli, scale\nscale.BEAT, scale.POLL = 1, .1\n'
+                                     f'if __name__ == "__main__": sys.exit(cli.main({cli_words(given, "lr=1e-4|2e-4")}))')
+    process = subprocess.Popen([sys.executable, tmp_path/'study.py'], stderr=subprocess.PIPE, text=True, start_new_session=True)
+    metrics = [tmp_path/'study'/f'trial-000{i}'/'metrics.jsonl' for i in range(2)]
+    while not metrics[0].exists() or len(metrics[0].read_text().splitlines()) < 3:
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(.05)
+    os.killpg(process.pid, blow)
+    process.communicate(timeout=60)
+    assert 3 <= len(metrics[0].read_text().splitlines()) < 40 and not metrics[1].exists()
+    done = subprocess.run([sys.executable, tmp_path/'study.py'], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    for path in metrics:
+        assert [row['step'] for row in metric_rows(path)] == [*range(1, 41)]
+        assert (path.parent/'train.log').read_text().count('Step    1 |') == 1
+    trials = by_ticket(open_study(Search(given, ('lr=1e-4|2e-4',))))
+    assert [len(each) for each in trials.values()] == [2, 1] and '2 of 2 trials' in done.stdout
+
+
+def cli_words(given, space):
+    "The command of a study."
+    return ['search', '--space', space, *(word for name, value in given.items() for word in (f'--{name.replace("_", "-")}', str(value)))]
+
+
+# ---- in this process
+
+@pytest.fixture
+def stubbed(tmp_path, monkeypatch):
+    "A study of three points whose trials end as told."
+    endings = iter([Verdict('hopeless', 'hopeless: it fell'), verdict_of(.1, .01), KeyboardInterrupt(), verdict_of(0., .01)])
+
+    def stub(trial, search, place):
+        scale.suggest(trial, 'lr', search.dimensions['lr'])
+        if isinstance(ending := next(endings), BaseException): raise ending
+        return ending
+    monkeypatch.setattr(scale, 'run_trial', stub)
+    search = Search({'output_dir': str(tmp_path/'study')}, ('lr=1e-5|1e-4|1e-3',))
+    study = open_study(search)
+    deal(study, search)
+    return search, study
+
+
+def test_an_interrupted_ticket_is_issued_again(stubbed):
+    search, study = stubbed
+    work(search, 1)
+    assert trial_table(study, search)['outcome'].tolist() == ['hopeless', 'success'] and [t.state.name for t in study.trials] == ['PRUNED', 'COMPLETE', 'FAIL']
+    reissue(study)
+    work(search, 1)
+    table = trial_table(study, search)
+    assert table['outcome'].tolist() == ['hopeless', 'success', 'no gain'] and table['lr'].tolist() == [point['lr'] for point in search.points]
+
+
+def test_a_second_copy_of_a_ticket_is_torn_up(stubbed):
+    search, study = stubbed
+    study.enqueue_trial(search.points[0], {'ticket': 0})
+    work(search, 1)
+    reissue(study)
+    work(search, 1)
+    assert [t.user_attrs.get('ended') for t in study.trials].count({'outcome': 'torn up'}) == 1
+    assert trial_table(study, search)['outcome'].tolist() == ['hopeless', 'success', 'no gain']
+
+
+def test_a_hopeless_trial_ends_early(tmp_path, lines, monkeypatch):
+    monkeypatch.setattr(scale, 'hopeless', lambda rewards, steps, replays: 'hopeless: told so' if len(rewards) == 2 else '')
+    for prune, outcome, steps in ((True, 'hopeless', 2), (False, None, 3)):
+        search = Search(tiny(tmp_path/str(prune), lines), ('lr=1e-4',), prune=prune)
+        study = open_study(search)
+        deal(study, search)
+        work(search, 1)
+        row = trial_table(study, search).iloc[0]
+        assert len(metric_rows(search.folder/'trial-0000'/'metrics.jsonl')) == steps and (row['outcome'] == 'hopeless') == prune
+        assert [*study.trials[0].intermediate_values] == [*range(1, steps + 1)]
+
+
+def test_free_trials_differ_and_come_out_the_same_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(scale, 'run_trial', lambda trial, search, place: verdict_of(-(scale.suggest(trial, 'kl_coef', search.dimensions['kl_coef']) - .3)**2, .01))
+    found = []
+    for name, seed in (('a', 0), ('b', 0), ('c', 1)):
+        search = Search({'output_dir': str(tmp_path/name), 'seed': seed}, ('kl_coef=0..1',), 25)
+        deal(open_study(search), search)
+        work(search, 1)
+        found.append(trial_table(open_study(search), search)['kl_coef'])
+    assert found[0].tolist() == found[1].tolist() != found[2].tolist() and found[0].nunique() == 25
+    assert (found[0][15:] - .3).abs().mean() < (found[0][:10] - .3).abs().mean()    # it learns where to look
+
+
+# ---- reports
+
+def table_of(rows):
+    "A table of trials: (lr, shape, outcome, gain)."
+    table = pd.DataFrame(rows, columns=['lr', 'shape', 'outcome', 'gain'])
+    return table.assign(reason='because', standard_error=.01, seconds=1., command='rookworld train --lr 1')
+
+
+def test_success_rates_count_all_trials():
+    rows = [(i/10, 'ab'[i % 2], 'success' if i < 3 else 'diverged' if i < 6 else 'no gain', .1 if i < 3 or i > 5 else np.nan) for i in range(9)]
+    rates = success_rates(table_of(rows), ['lr', 'shape'])
+    assert rates['n'].tolist() == [9, 3, 3, 3, 5, 4] and rates['successes'].tolist() == [3, 3, 0, 0, 2, 1]
+    assert rates.index.get_level_values('setting').tolist() == ['all', 'lr', 'lr', 'lr', 'shape', 'shape']
+    for row in rates.itertuples(): assert (row.low, row.high) == wilson_interval(row.successes, row.n) and row.rate == row.successes/row.n
+
+
+def test_importance_finds_what_matters():
+    rng = np.random.default_rng(0)
+    rows = [(x, shape, 'no gain', x) for x, shape in zip(rng.random(60), rng.choice(['a', 'b'], 60))]
+    weights = importance(table_of(rows), ['lr', 'shape'])
+    assert weights.index[0] == 'lr' and weights['lr'] > .8 and weights.sum() == pytest.approx(1)
+    assert importance(table_of(rows[:11]), ['lr', 'shape']).empty and importance(table_of([(1., 'a', 'no gain', 0.)]*30), ['lr', 'shape']).empty
+
+
+def test_failures_are_quoted_and_the_best_is_a_success():
+    table = table_of([(1., 'a', 'error', np.nan)]*5 + [(1., 'a', 'no gain', .9), (1., 'a', 'success', .2), (2., 'a', 'success', .3)])
+    text = why_failed(table)
+    assert text.startswith('error: 5 of 8\n  trial 0: because') and 'and 2 more' in text and 'no gain: 1 of 8' in text and 'success' not in text
+    assert 'Best of 8' in best_of(table) and 'trial 7' in best_of(table) and 'No trial succeeded' in best_of(table[:6])
+
+
+def test_a_study_without_any_gain_has_a_report(tmp_path):
+    search = Search({'output_dir': str(tmp_path)}, ('lr=1|2', 'use_gae=true|false'))
+    table = pd.DataFrame({'lr': [1., 2.], 'use_gae': [True, False], 'outcome': 'error', 'reason': 'x', 'gain': np.nan, 'standard_error': np.nan, 'command': ''})
+    assert 'error: 2 of 2' in search_report(table, search) and (tmp_path/'slices.png').exists()
+
+
+@pytest.mark.parametrize('words, names', [
+    ('--space lr=1', ['--lr', 'space']), ('--space kl_coef=0..1', ['--trials']), ('--workers 0', ['--workers 0']), ('--model no/such', ['no/such']),
+    ('--storage nosuch://x:secret@y', ['--storage nosuch://'])])
+def test_what_is_wrong_is_said(words, names, tmp_path, capsys):
+    extra = ['--lr', '1e-4'] if 'lr=1' in words else []
+    assert cli.main(['search', *words.split(), *extra, '--output-dir', str(tmp_path/'study')]) == 2
+    said = capsys.readouterr().err
+    assert len(said.strip().splitlines()) == 1 and all(name in said for name in names) and 'secret' not in said and not (tmp_path/'study').exists()
+
+
+def test_without_optuna_the_extra_is_named(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, 'optuna', None)
+    with pytest.raises(report.MissingExtraError, match=r"rookworld_nb\[search\]"): open_study(Search({'output_dir': str(tmp_path/'study')}))
+    assert not (tmp_path/'study').exists()
+
+
+def test_settings_of_a_point():
+    assert settings_at({'batch': '3x16', 'kl_coef': 0.}) == {'batch_positions': 3, 'group_size': 16, 'kl_coef': 0.}
+    assert TrainConfig(**settings_at({'batch': '3x16'})).group_size == 16
