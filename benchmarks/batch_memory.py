@@ -2,10 +2,9 @@
 
     python benchmarks/batch_memory.py --repeats 3
 
-Trains nano with 64, 128, ... 1024 completions a step, in two ways: *pieces* samples 64 completions at a time into the buffer and learns from 64 at a
+Trains nano with 64, 256 and 1024 completions a step, in two ways: *pieces* samples 64 completions at a time into the buffer and learns from 64 at a
 time, *whole* samples and learns from all of them at once. Each row is a process of its own; the rows are interleaved, one repeat after the other.
-Printed: the largest resident memory, and CPU seconds per completion (shortest to longest step, the first of a process left out). A P: step of nano
-is short; --model takes any other.
+Printed: the largest resident memory, and CPU seconds per completion (shortest to longest step, the first of a process left out).
 """
 import argparse
 import json
@@ -50,7 +49,7 @@ def main():
     options = options.parse_args()
     if options.one:
         return print(json.dumps(measure(options.model, int(options.one[0]), options.one[1] == 'pieces', options.steps)))
-    rows = [(str(64*2**power), way) for power in range(5) for way in ('pieces', 'whole')]
+    rows = [(str(64*4**power), way) for power in range(3) for way in ('pieces', 'whole')]
     found = {row: ([], []) for row in rows}
     for _ in range(options.repeats):
         for row in rows:
@@ -59,6 +58,7 @@ def main():
             peak, seconds = json.loads(done.stdout.splitlines()[-1])
             found[row][0].append(peak/1e6)
             found[row][1].extend(1000*s/int(row[0]) for s in seconds)
+            print(*row, f'{peak/1e6:.0f} MB, ms per completion:', *(f'{1000*s/int(row[0]):.2f}' for s in seconds), file=sys.stderr, flush=True)
     print('completions  way      peak MB (least - most)   CPU ms per completion (least - most)')
     for (completions, way), (peaks, costs) in found.items():
         print(f'{completions:>11}  {way:7} {median(peaks):8.0f} ({min(peaks):.0f} - {max(peaks):.0f})  {median(costs):14.2f} ({min(costs):.2f} - {max(costs):.2f})')
