@@ -93,6 +93,11 @@ class Encounter:
         """Whether the game has ended, repetition and fifty moves included."""
         return self.board.is_game_over(claim_draw=True)
 
+    @property
+    def first(self) -> chess.Color:
+        """Who made the first move of the game."""
+        return self.board.turn ^ bool(len(self.board.move_stack) % 2)
+
     def reply(self) -> None:
         """Let the model move, if it is its turn."""
         if self.board.turn == self.colour or self.over: return
@@ -139,11 +144,6 @@ class Game(Encounter):
         mine = [ply for ply in range(len(self.board.move_stack)) if (ply % 2 == 0) == (self.colour == self.first)]
         while mine and len(self.board.move_stack) > mine[-1]: self.board.pop()
         self.selected = self.step = self.thought = None
-
-    @property
-    def first(self) -> chess.Color:
-        """Who made the first move of the game."""
-        return self.board.turn ^ bool(len(self.board.move_stack) % 2)
 
     def diagrams(self) -> list[Diagram]: # none before the first move
         """What the model thought, and where it saw the person's move lead."""
