@@ -212,7 +212,7 @@ class Judged(NamedTuple):
     rungs: tuple[bool, ...]   # the three structural rungs of the ladder, lowest first
 
 # %% ../nbs/05_rewards.ipynb #304e0a0f
-@lru_cache(maxsize=16384)
+@lru_cache(maxsize=1024)
 def read_policy(
     text: str,      # a P: completion, whatever it says
 ) -> PolicyAnswer:  # unreadable if it brings a position of its own
@@ -221,7 +221,7 @@ def read_policy(
     return answer if answer.fen is None else PolicyAnswer(clean=False)
 
 
-@lru_cache(maxsize=16384)
+@lru_cache(maxsize=1024)
 def read_env(
     text: str,   # an A: completion, whatever it says
 ) -> EnvAnswer:  # unreadable if it brings a position of its own
@@ -323,7 +323,7 @@ def prompt_position(
     return fen
 
 # %% ../nbs/05_rewards.ipynb #cce6a954
-@lru_cache(maxsize=65536)
+@lru_cache(maxsize=1024)
 def stored_truth(
     prompt: str, # P: or A: prompt
     target: str, # the completion that would be perfect
@@ -340,7 +340,7 @@ def stored_truth(
     return EnvStep(answer.new_fen, answer.reward, answer.terminated, answer.truncated)
 
 # %% ../nbs/05_rewards.ipynb #da6725b0
-@lru_cache(maxsize=65536)
+@lru_cache(maxsize=1024)
 def rules_truth(
     prompt: str, # A: prompt, fen+uci+history+
 ) -> EnvStep:    # the answer by the rules of chess

@@ -34,7 +34,7 @@ class InvalidFen(ValueError):
 
 _HARMLESS = chess.STATUS_BAD_CASTLING_RIGHTS | chess.STATUS_INVALID_EP_SQUARE  # python-chess ignores such claims
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=1024)
 def _board(fen:str)->chess.Board:   # shared: copy before pushing
     try: board = chess.Board(fen)
     except (ValueError, AttributeError, TypeError) as error:
@@ -42,7 +42,7 @@ def _board(fen:str)->chess.Board:   # shared: copy before pushing
     if problems := board.status() & ~_HARMLESS: raise InvalidFen(f"impossible position: {fen!r} ({problems!r})")
     return board
 
-@functools.lru_cache(maxsize=16384)
+@functools.lru_cache(maxsize=1024)
 def legal_moves(
     fen:str,          # FEN of a possible position
 )->frozenset[str]:    # lower-case UCI; castling as the king's move (e1g1)
