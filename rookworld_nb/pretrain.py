@@ -574,8 +574,6 @@ class PretrainConfig:
         if not 0 <= self.env_share + self.legal_share < 1:
             raise PretrainError(f'--env-share {self.env_share} and --legal-share {self.legal_share} '
                                 'leave nothing for P: rows')
-        if self.exclude is not None and not Path(self.exclude).is_file():
-            raise PretrainError(f'--exclude {self.exclude}: no such file; give one FEN a line')
 
 # %% ../nbs/10_pretrain.ipynb #51169044
 def batch_kinds(

@@ -572,6 +572,7 @@ class Setup(Assembly):
             logger.info(self.profiles['line'])
             self.assemble(replace(config, batch_positions=self.profiles['optimal']['batch_positions']))
         self.started, self.console = time.perf_counter(), ''    # the latest step's line for the console
+        self.events: list[dict[str, Any]] = []    # what was done by hand, in order
 
 # %% ../nbs/18_run.ipynb #7335fc51
 class Examined(Setup):
@@ -636,7 +637,6 @@ class Saving(Examined):
     ) -> None:
         super().__init__(config)
         self.settled = True    # between two steps, where a checkpoint can be gone on from
-        self.events: list[dict[str, Any]] = []    # what was done by hand, in order
         if config.resume:
             restore_run(self)
 

@@ -219,7 +219,8 @@ def test_a_ticket_whose_workers_die_is_given_up(tmp_path):
     assert second.returncode == 0 and out == "4 {'success': 3, 'error': 1}\n", err
     tried = Counter((tmp_path/'study'/'tried.txt').read_text().splitlines())
     assert sorted(tried.values()) == [1, 1, 1, 3]
-    *_, table = run_search(Search({'output_dir': str(tmp_path/'study')}, ('kl_coef=.1|.2|.3|.4',)))
+    search = Search({'output_dir': str(tmp_path/'study')}, ('kl_coef=.1|.2|.3|.4',))
+    table = trial_table(open_study(search), search)
     assert table.loc[table['outcome'] == 'error', 'reason'].tolist() == ['the worker was killed, 3 times']
 
 
