@@ -6,10 +6,10 @@
 __all__ = ['logger', 'PRESETS', 'PAIR', 'SHARED', 'KINDS', 'READERS', 'FALL', 'BATCHES', 'BEAT', 'TRIES', 'POLL', 'COLUMNS',
            'BINS', 'FEW', 'ENOUGH', 'BEST', 'EXAMPLES', 'SearchError', 'Choices', 'Span', 'pair_of', 'kinds_of',
            'setting_value', 'read_dimension', 'fields_of', 'settings_at', 'read_space', 'Search', 'hopeless', 'Verdict',
-           'verdict_of', 'examine_run', 'train_trial', 'run_trial', 'suggest', 'open_study', 'is_lost', 'by_ticket',
-           'reissue', 'deal', 'outcome_of', 'attempt', 'trials_of', 'work', 'tables_of', 'run_search', 'stop',
-           'trial_table', 'labels_of', 'success_rates', 'importance', 'why_failed', 'best_of', 'search_report',
-           'plot_success', 'plot_slices']
+           'verdict_of', 'examine_run', 'train_trial', 'run_trial', 'suggest', 'connect', 'open_study', 'is_lost',
+           'by_ticket', 'is_given_up', 'reissue', 'deal', 'outcome_of', 'attempt', 'trials_of', 'work', 'tables_of',
+           'run_search', 'stop', 'trial_table', 'labels_of', 'success_rates', 'importance', 'why_failed', 'best_of',
+           'search_report', 'plot_success', 'plot_slices']
 
 # %% ../nbs/21_scale.ipynb #2a2efdb5
 import logging
@@ -313,6 +313,7 @@ def run_trial(
 # %% ../nbs/21_scale.ipynb #f6968b7b
 BEAT = 5    # seconds between two signatures of a worker; a trial is written off after six times as long
 TRIES = 3   # workers that a trial may kill
+POLL = 1.   # seconds between two looks at the database
 
 
 def suggest(
@@ -326,6 +327,21 @@ def suggest(
     whole = isinstance(part.low, int) and isinstance(part.high, int)
     return (trial.suggest_int if whole else trial.suggest_float)(name, part.low, part.high, log=part.log)
 
+# %% ../nbs/21_scale.ipynb #e5a86ac0
+def connect(
+    url: str,  # of the database
+):             # an optuna.storages.RDBStorage
+    "Open a database; where another process makes the tables at the same moment, look again."
+    optuna, database = optional_module('optuna', 'search'), optional_module('sqlalchemy.exc', 'search')
+    waiting = {'connect_args': {'timeout': 60}} if url.startswith('sqlite:') else {}
+    for looks in range(4, 0, -1):
+        try:
+            with warnings.catch_warnings(action='ignore', category=optuna.exceptions.ExperimentalWarning):
+                return optuna.storages.RDBStorage(url, waiting, heartbeat_interval=BEAT, grace_period=6*BEAT)
+        except database.DBAPIError:
+            if looks == 1: raise
+            time.sleep(POLL)
+
 
 def open_study(
     search: Search,  # where
@@ -333,14 +349,11 @@ def open_study(
     "Open the study, or make it."
     optuna, file = optional_module('optuna', 'search'), search.storage is None
     optuna.logging.set_verbosity(optuna.logging.ERROR)
-    url = f'sqlite:///{search.folder/"study.db"}' if file else search.storage
-    waiting = {'connect_args': {'timeout': 60}} if url.startswith('sqlite:') else {}
     if file:
         search.folder.mkdir(parents=True, exist_ok=True)
+    url = f'sqlite:///{search.folder/"study.db"}' if file else search.storage
     try:
-        with warnings.catch_warnings(action='ignore', category=optuna.exceptions.ExperimentalWarning):
-            storage = optuna.storages.RDBStorage(url, waiting, heartbeat_interval=BEAT, grace_period=6*BEAT)
-        return optuna.create_study(storage=storage, study_name='search' if file else search.folder.name,
+        return optuna.create_study(storage=connect(url), study_name='search' if file else search.folder.name,
                                    direction='maximize', load_if_exists=True)
     except Exception as error:    # of the database's own driver, whichever it is
         shown = re.sub('//.*@', '//...@', url)
@@ -365,13 +378,19 @@ def by_ticket(
     return found
 
 
+def is_given_up(
+    trials: Sequence,  # all of a ticket
+) -> bool:
+    "Whether it has killed its workers too often; interruptions do not count."
+    return sum(is_lost(trial) and 'interrupted' not in trial.user_attrs for trial in trials) >= TRIES
+
+
 def reissue(
-    study,                    # an optuna.Study
-    tries: float = math.inf,  # give up a ticket after so many
+    study,  # an optuna.Study
 ) -> None:
     "Issue the tickets of lost trials again, at the same point."
     for ticket, trials in by_ticket(study).items():
-        if all(map(is_lost, trials)) and len(trials) < tries:
+        if all(map(is_lost, trials)) and not is_given_up(trials):
             logger.warning('trial %d was interrupted and goes on', ticket)
             study.enqueue_trial(trials[-1].params or trials[-1].system_attrs['fixed_params'], {'ticket': ticket})
 
@@ -398,9 +417,12 @@ def outcome_of(
     search: Search,  # what to do
     place: Path,     # the run folder
 ) -> Verdict:
-    "Do a trial; an exception is a verdict too, and its traceback is kept."
+    "Do a trial; an exception is a verdict too, and its traceback is kept; an interruption is none."
     try:
         return run_trial(trial, search, place)
+    except KeyboardInterrupt:
+        trial.set_user_attr('interrupted', True)
+        raise
     except Exception as error:
         trial.set_user_attr('traceback', traceback.format_exc())
         return Verdict('error', f'{type(error).__name__}: {error}')
@@ -427,9 +449,6 @@ def attempt(
     return verdict.gain
 
 # %% ../nbs/21_scale.ipynb #9f705cd5
-POLL = 1.    # seconds between two looks at the database
-
-
 def trials_of(
     search: Search,  # what to do
     study,           # an optuna.Study, its tickets written down
@@ -447,7 +466,7 @@ def trials_of(
                 optuna.storages.fail_stale_trials(study)
         else:
             return
-        reissue(study, TRIES)
+        reissue(study)
 
 
 def work(
@@ -525,8 +544,8 @@ def trial_table(
     rows = {}
     for ticket, trials in sorted(by_ticket(study).items()):
         last, ended = trials[-1], trials[-1].user_attrs.get('ended')
-        if ended is None and len(trials) >= TRIES and all(map(is_lost, trials)):
-            ended = {'outcome': 'error', 'reason': f'the worker was killed, {len(trials)} times'}
+        if ended is None and is_given_up(trials):
+            ended = {'outcome': 'error', 'reason': f'the worker was killed, {TRIES} times'}
         if ended is not None:
             rows[ticket] = last.params | {'command': last.user_attrs.get('command', '')} | ended
     table = pd.DataFrame.from_dict(rows, orient='index').reindex(columns=[*search.dimensions, *COLUMNS])
@@ -543,9 +562,9 @@ def labels_of(
 ) -> tuple[list[str], list[str]]:  # the label of each trial; the labels in order
     "Values as words; those of a range as bins with equally many trials."
     if column.nunique() > FEW and pd.api.types.is_numeric_dtype(column):
-        cut = pd.qcut(column, bins, duplicates='drop').cat
-        order = [f'{each.left:.3g} to {each.right:.3g}' for each in cut.categories]
-        return [order[code] for code in cut.codes], order
+        codes = pd.qcut(column, bins, labels=False, duplicates='drop')
+        order = [f'{part.min():.3g} to {part.max():.3g}' for _, part in column.groupby(codes)]
+        return [order[int(code)] for code in codes], order
     values = column.tolist()
     key = (lambda value: value) if pd.api.types.is_numeric_dtype(column) else str
     return [as_word(value) for value in values], [as_word(value) for value in sorted(set(values), key=key)]
@@ -644,7 +663,7 @@ def plot_success(
     "Success rates with Wilson intervals; dashed: the whole study."
     picture = Picture(6.4, .7 + .24*len(rates))
     [axes], whole = picture.grid(1, 1), rates['rate'].iloc[0]
-    picture.subplots_adjust(left=.34, right=.97, bottom=.42/(.7 + .24*len(rates)), top=1 - .3/(.7 + .24*len(rates)))
+    picture.subplots_adjust(left=.34, right=.92, bottom=.42/(.7 + .24*len(rates)), top=1 - .3/(.7 + .24*len(rates)))
     names = [' '.join(filter(None, key)) for key in rates.index]
     places = range(len(names))
     axes.axvline(whole, color=MUTED, lw=1, ls=(0, (4, 3)))
@@ -654,7 +673,7 @@ def plot_success(
         axes.text(1.02, place, f'{won}/{n}', fontsize=8, color=MUTED, va='center', clip_on=False)
     axes.set_yticks(places, names)
     axes.invert_yaxis()
-    axes.set_xlim(0, 1)
+    axes.set_xlim(-.02, 1)
     axes.set_title('Share of trials that succeeded', loc='left')
     return picture
 
