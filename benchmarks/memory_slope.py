@@ -2,10 +2,12 @@
 
     python benchmarks/memory_slope.py --steps 300
 
-Trains nano on prompts of both tasks, reads the resident memory after every step, and fits a line to the second half of them (the first half warms
-up allocators and caches). Prints the slope with its standard error, from the means of ten blocks, which are nearly independent.
+Trains nano on prompts of both tasks, reads the resident memory after every step, once the C library has handed freed pages back (otherwise its own
+reserve is what one measures), and fits a line to the second half of the readings (the first half fills caches). Prints the slope with its standard
+error, from the means of ten blocks, which are nearly independent. Linux.
 """
 import argparse
+import ctypes
 import os
 import tempfile
 
@@ -13,10 +15,12 @@ import numpy as np
 from rookworld_nb.run import Run, TrainConfig
 
 PAGE = os.sysconf('SC_PAGESIZE')
+LIBC = ctypes.CDLL(None)
 
 
 def resident():
-    "MB that this process holds in memory now (Linux)."
+    "MB that this process holds in memory now, freed pages handed back."
+    LIBC.malloc_trim(0)
     with open('/proc/self/statm', encoding='ascii') as file: return int(file.read().split()[1])*PAGE/1e6
 
 
@@ -32,6 +36,7 @@ def main():
         memory = np.array([resident() for _ in Run(config).steps()])
     blocks = np.array_split(np.arange(len(memory)//2, len(memory)), 10)
     (slope, _), covariance = np.polyfit([block.mean() for block in blocks], [memory[block].mean() for block in blocks], 1, cov=True)
+    print('MB at every tenth of the run:', *(f'{memory[at]:.0f}' for at in np.linspace(0, len(memory)-1, 11).astype(int)))
     print(f'{len(memory)} steps: {memory[0]:.0f} MB after the first, {memory.max():.0f} MB at most, {memory[-1]:.0f} MB at the end; '
           f'second half {100*slope:+.2f} +- {100*covariance[0, 0]**.5:.2f} MB per 100 steps')
 

@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .model import GPT, GPTConfig
-from .positions import Sample, random_endgame, read_lines, seen_positions, write_lines
+from .positions import SHIPPED, Sample, random_endgame, read_lines, seen_positions, shipped, write_lines
 from .rules import Stockfish, env_step, fen_key, legal_moves
 from .tasks import format_env, format_policy, parse_policy, policy_prompt, split_line
 from .weights import END_TOKEN, end_token_id, load_pretrained, save_pretrained
@@ -127,13 +127,17 @@ def _next_move(board: chess.Board, candidates: tuple, rng: random.Random) -> str
     return rng.choices([c.uci for c in candidates], weights)[0]
 
 # %% ../nbs/10_pretrain.ipynb #c9767013
-def _policy_shard(number: int, folder: Path, size: int, nodes: int, seed: int) -> None:
-    "Label `size` positions; the shard is a pure function of its number, the node limit and the seed."
-    rng, samples = random.Random(f'{seed} policy {number}'), {}
+def _policy_shard(number: int, folder: Path, size: int, nodes: int, seed: int, mate_share: float) -> None:
+    "Label `size` positions; the shard is a pure function of its number and the other settings."
+    rng, samples, mates = random.Random(f'{seed} policy {number}'), {}, 0
     with Stockfish(nodes=nodes, fresh=False) as engine:    # the order of the positions is fixed, so the answers are too
         while len(samples) < size:
             for sample in labelled_game(engine, rng):
                 samples.setdefault(fen_key(sample.fen), sample)
+            while mates < mate_share*len(samples):
+                fen = find_kind('mate', [sample.fen for sample in samples.values()], rng).fen
+                samples.setdefault(fen_key(fen), policy_sample(fen, engine.analyse(fen), rng))
+                mates += 1
     _write_shard(list(samples.values())[:size], folder/f'policy-{number:04d}.txt')
 
 
@@ -160,12 +164,14 @@ def make_policy_data(
     nodes: int = 1000,    # Stockfish's node limit a position
     seed: int = 0,        # with the shard's number it decides everything
     processes: int = 2,   # engines at work side by side
+    mate_share: float = 0.,  # positions with a mate in one to search for, as a share of all
 ) -> list[Path]:  # the shards in order
     "Label positions with Stockfish; shards that exist are kept."
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     return _make_shards([folder/f'policy-{number:04d}.txt' for number in range(n_shards)],
-                        functools.partial(_policy_shard, folder=folder, size=size, nodes=nodes, seed=seed), processes)
+                        functools.partial(_policy_shard, folder=folder, size=size, nodes=nodes, seed=seed,
+                                          mate_share=mate_share), processes)
 
 # %% ../nbs/10_pretrain.ipynb #db55d365
 def env_sample(
@@ -270,7 +276,7 @@ def bare_capture(
 
 # %% ../nbs/10_pretrain.ipynb #6aa04792
 #: Share of each kind among the A: samples; what is left is 'ordinary'.
-ENV_SHARES = {'illegal': .15, 'mate': .10, 'check': .04, 'draw': .06, 
+ENV_SHARES = {'illegal': .20, 'mate': .10, 'check': .10, 'draw': .06,
               'castling': .04, 'en_passant': .03, 'promotion': .05}
 
 
@@ -466,7 +472,7 @@ def token_weights(
     mask: Tensor,          # (B, Tc) bool, the completion tokens that exist, end token included
     tokenizer: Tokenizer,  # nano's
 ) -> Tensor:  # (B, Tc) weights, 0 where nothing is to be learned
-    "P: evaluations count 0.3. A: squares that change or that the move names count 5, the reward 3, all else 1."
+    "P: evaluations count 0.3. A: squares that change or that the move names count 5, the reward 5, all else 1."
     weights, answer = mask.float(), ids[:, PROMPT_TOKENS[kind]:]
     if kind == 'P':
         evals = (answer == tokenizer.token_to_id(' E:')).cumsum(1) - (answer == tokenizer.token_to_id(' B:')).cumsum(1)
@@ -475,7 +481,7 @@ def token_weights(
         changed = answer[:, :BOARD_TOKENS] != ids[:, PROMPT_BOARD]
         changed = changed.scatter(1, square_slots(tokenizer)[ids[:, PROMPT_MOVE]], True)
         weights[:, :BOARD_TOKENS] *= torch.where(changed, 5., 1.)
-        weights[:, BOARD_TOKENS + 6:BOARD_TOKENS + 8] *= 3
+        weights[:, BOARD_TOKENS + 6:BOARD_TOKENS + 8] *= 5
     return weights
 
 # %% ../nbs/10_pretrain.ipynb #9534de03
@@ -548,6 +554,7 @@ class PretrainConfig:
     policy_shard: int = 2000   # P: positions in a shard
     env_shard: int = 800       # A: samples in a shard
     nodes: int = 1000          # Stockfish nodes for a P: label
+    mate_share: float = .08    # P: positions with a mate in one, searched for, as a share of the others
     n_layer: int = 6           # transformer blocks
     n_head: int = 4            # attention heads
     n_embd: int = 128          # width
@@ -571,6 +578,8 @@ class PretrainConfig:
                      'batch_tokens', 'batches_per_step', 'processes', 'threads', 'save_every'):
             if getattr(self, name) < 1:
                 raise PretrainError(f'--{name.replace("_", "-")} {getattr(self, name)}: must be at least 1')
+        if not 0 <= self.mate_share < 1:
+            raise PretrainError(f'--mate-share {self.mate_share}: must be at least 0 and below 1')
         if not 0 <= self.env_share + self.legal_share < 1:
             raise PretrainError(f'--env-share {self.env_share} and --legal-share {self.legal_share} '
                                 'leave nothing for P: rows')
@@ -751,19 +760,21 @@ def prepare(
     "Make what data is missing and tokenize it; the result is kept in `rows.npz`."
     folder = Path(config.output_dir)
     excluded = [] if config.exclude is None else Path(config.exclude).read_text(encoding='utf-8').splitlines()
-    made_of = [json.dumps([config.shards, config.policy_shard, config.env_shard, config.nodes, config.best_first,
+    made_of = [json.dumps([config.shards, config.policy_shard, config.env_shard, config.nodes, config.mate_share, config.best_first,
                            config.seed, sorted(map(fen_key, excluded))])]
     cache = folder/'rows.npz'
     if cache.exists() and list((stored := np.load(cache))['made_of']) == made_of:
         return tuple({kind: Rows(kind, stored[f'{part} {kind} ids'], stored[f'{part} {kind} offsets'])
                       for kind in 'PAL'} for part in ('train', 'held'))
     train_files, held_files = (
-        make_policy_data(folder/name, shards, config.policy_shard, config.nodes, seed, config.processes)
+        make_policy_data(folder/name, shards, config.policy_shard, config.nodes, seed, config.processes, mate_share)
         + make_env_data(folder/name, shards, config.env_shard, seed, config.processes)
-        for name, shards, seed in (('data', config.shards, config.seed), ('prompts', HELD_SHARDS, config.seed + 1)))
+        for name, shards, seed, mate_share in (('data', config.shards, config.seed, config.mate_share),
+                                               ('prompts', HELD_SHARDS, config.seed + 1, 0.)))
     held, rare = [sample for file in held_files for sample in read_lines(file)[0]], make_stress(held_files)
     write_lines(rare, folder/'stress.txt.gz')
-    taken = {*map(fen_key, excluded)} | seen_positions(held + rare)
+    known = [sample for name in SHIPPED for sample in shipped(name)]    # what any model of ours is judged on
+    taken = {*map(fen_key, excluded)} | seen_positions(held + rare + known)
     samples = [sample for file in train_files for sample in read_lines(file)[0]
                if not seen_positions([sample]) & taken]
     rows, held_rows = (_rows(some, tokenizer, config.best_first) for some in (samples, held[:2000] + held[-2000:]))
