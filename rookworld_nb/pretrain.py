@@ -140,7 +140,7 @@ def _policy_shard(number: int, folder: Path, size: int, nodes: int, seed: int, m
                 mates += 1
     _write_shard(list(samples.values())[:size], folder/f'policy-{number:04d}.txt')
 
-
+# %% ../nbs/10_pretrain.ipynb #4c0250be
 def _write_shard(samples: list[Sample], path: Path) -> None:
     "Write a shard in one step: the file is there complete, or not at all."
     partial = path.with_suffix('.partial')
@@ -760,8 +760,8 @@ def prepare(
     "Make what data is missing and tokenize it; the result is kept in `rows.npz`."
     folder = Path(config.output_dir)
     excluded = [] if config.exclude is None else Path(config.exclude).read_text(encoding='utf-8').splitlines()
-    made_of = [json.dumps([config.shards, config.policy_shard, config.env_shard, config.nodes, config.mate_share, config.best_first,
-                           config.seed, sorted(map(fen_key, excluded))])]
+    made_of = [json.dumps([config.shards, config.policy_shard, config.env_shard, config.nodes, config.mate_share,
+                           config.best_first, config.seed, sorted(map(fen_key, excluded))])]
     cache = folder/'rows.npz'
     if cache.exists() and list((stored := np.load(cache))['made_of']) == made_of:
         return tuple({kind: Rows(kind, stored[f'{part} {kind} ids'], stored[f'{part} {kind} offsets'])
