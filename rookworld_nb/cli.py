@@ -650,14 +650,18 @@ def train(
     tensorboard: bool = False, # write the metrics for TensorBoard too, into the run folder
     wandb: str | None = None,  # send the metrics to this Weights & Biases project too; none: stay offline
 ) -> None:
-    "Train with GRPO, evaluate before and after, and write a run folder."
+    "Train with GRPO, evaluate before and after, and write a run folder; with torchrun on many processes."
     from rookworld_nb import run
+    from rookworld_nb.hardware import HardwareConfig, torchrun
     from rookworld_nb.report import TensorBoardWriter, WandbWriter
-    config = run.resumed_config(**config) if config.get('resume') else run.TrainConfig(**config)
-    if plan:
-        return emit(run.Run(config).plan)
     writers = [lambda folder, _: TensorBoardWriter(folder/'tensorboard')] if tensorboard else []
-    run.train(config, writers + ([lambda _, settings: WandbWriter(wandb, settings)] if wandb else []))
+    writers += [lambda _, settings: WandbWriter(wandb, settings)] if wandb else []
+    with torchrun(config.get('rank_timeout', HardwareConfig.rank_timeout), config.get('device', 'auto')) as ranks:
+        config = run.resumed_config(**config) if config.get('resume') else run.TrainConfig(**config)
+        if not plan:
+            run.train(config, writers, ranks)
+        elif (line := run.Run(config, ranks).plan) and ranks.first:
+            emit(line)
 
 
 def pretrain(
