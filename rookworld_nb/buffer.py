@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['CountingTask', 'counting_policy', 'RolloutPart', 'Experience', 'reward_metrics', 'component_metrics',
            'completion_metrics', 'CollectorConfig', 'by_task', 'without_end', 'ask_reference', 'assemble', 'priced',
-           'Collector', 'BufferConfig', 'StoredGroup', 'put_together', 'tied_groups', 'stored_groups', 'next_groups',
-           'GroupStore', 'RolloutBuffer', 'part_state', 'part_from', 'experience_state', 'collector_state',
-           'restore_collector', 'buffer_state', 'restore_buffer']
+           'rows_of_all', 'rollouts_of_all', 'share_of', 'Collector', 'BufferConfig', 'StoredGroup', 'put_together',
+           'tied_groups', 'stored_groups', 'next_groups', 'GroupStore', 'RolloutBuffer', 'part_state', 'part_from',
+           'experience_state', 'collector_state', 'restore_collector', 'buffer_state', 'restore_buffer']
 
 # %% ../nbs/11_buffer.ipynb #e1cdbd24
 import random
@@ -25,6 +25,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from torch import Tensor, nn
 
 from .grpo import BASELINES, REWARD_SCALES, EMATracker, compute_advantages
+from .hardware import ALONE, Ranks
 from .kl import SAMPLED_KL, SettingError, check_option, per_token_kl
 from .model import GPT, GPTConfig
 from .positions import Sample
@@ -277,17 +278,19 @@ def ask_reference(
     ref_model: GPT | None,  # the frozen reference
     rollouts: Rollouts,     # N completions
     with_hidden: bool,      # also its hidden states
+    ranks: Ranks = ALONE,   # each asks about its own completions
 ) -> tuple[Tensor | None, Tensor | None]: # (N, T) fp32 nats and (N, T, D); None where there is no such thing
     "What the reference thinks of sampled tokens, at the temperature that they were sampled with."
     if ref_model is None:
         return None, None
     r, mask = rollouts, rollouts.completion_mask
-    hidden = completion_hidden(ref_model, r.prompt_ids, r.prompt_mask, r.completion_ids, mask, r.group_size)
-    logprobs, _ = hidden_logprobs(ref_model, hidden, r.completion_ids, r.temperature, mask, with_entropy=False)
-    dense = hidden.new_zeros(*mask.shape, hidden.shape[1]) if with_hidden else None
-    if with_hidden:
-        dense[mask] = hidden
-    return logprobs, dense
+    logprobs, dense = r.logprobs, r.logprobs.new_zeros(*mask.shape, ref_model.cfg.n_embd) if with_hidden else None
+    if r.texts:    # else other processes have all of this task
+        hidden = completion_hidden(ref_model, r.prompt_ids, r.prompt_mask, r.completion_ids, mask, r.group_size)
+        logprobs, _ = hidden_logprobs(ref_model, hidden, r.completion_ids, r.temperature, mask, with_entropy=False)
+        if with_hidden:
+            dense[mask] = hidden
+    return rows_of_all(ranks, logprobs), rows_of_all(ranks, dense)
 
 # %% ../nbs/11_buffer.ipynb #9d14b0d2
 def assemble(
@@ -326,6 +329,49 @@ def priced(
     return replace(scores, rewards=scores.rewards - price), float(price.mean())
 
 # %% ../nbs/11_buffer.ipynb #8c73b49f
+def rows_of_all(
+    ranks: Ranks,           # who works together
+    rows: Tensor | None,    # (n, T, ...) this process's, of its own T; or (b, P)
+    fill: float = 0,        # for the columns that others have and it has not
+) -> Tensor | None:         # (N, longest T, ...) everybody's, by rank, on this process's device
+    "Put the rows of all processes under each other."
+    if rows is None or ranks.size == 1:
+        return rows
+    found = [part for part in ranks.gather(rows.cpu()) if len(part)]
+    width = max(part.shape[1] for part in found)
+    wide = [nn.functional.pad(part, (0, 0)*(part.dim() - 2) + (0, width - part.shape[1]), value=fill) for part in found]
+    return torch.cat(wide).to(rows.device)
+
+
+def rollouts_of_all(
+    ranks: Ranks,        # who works together
+    rollouts: Rollouts,  # this process's
+    end_id: int,         # the end token
+) -> Rollouts:           # everybody's, as one process would have sampled them
+    "Put the completions of all processes under each other."
+    if ranks.size == 1:
+        return rollouts
+    fills = {'completion_ids': end_id}
+    tensors = {f.name: rows_of_all(ranks, getattr(rollouts, f.name), fills.get(f.name, 0)) for f in fields(Rollouts)
+               if isinstance(getattr(rollouts, f.name), Tensor)}
+    return replace(rollouts, **tensors, texts=[text for part in ranks.gather(rollouts.texts) for text in part])
+
+# %% ../nbs/11_buffer.ipynb #e80323f1
+def share_of(
+    experience: Experience,  # the same on every process
+    ranks: Ranks,            # who works together
+) -> Experience:             # the groups of this process; perhaps none, and then no part
+    "The groups that this process learns from."
+    if ranks.size == 1:
+        return experience
+    mine, parts, start = ranks.share(experience.num_groups), [], 0
+    for part in experience.parts:
+        chosen = [*range(max(0, mine.start - start), min(len(part.samples), mine.stop - start))]
+        parts += [part.take(chosen)] if chosen else []
+        start += len(part.samples)
+    return replace(experience, parts=tuple(parts))
+
+# %% ../nbs/11_buffer.ipynb #ab13ce7f
 class Collector:
     "An iterator of experiences: each `next` samples with the weights of that moment, scores, asks the reference once."
     def __init__(
@@ -337,31 +383,32 @@ class Collector:
         scorer: Callable[..., Scores],     # (prompts, completions, targets) -> Scores; a `RewardScorer`
         config: CollectorConfig = CollectorConfig(), # group size, temperature, limits, advantages
         penalty: Callable[[], float] | None = None,  # weight of the KL that is taken from the rewards; None: it is not
+        ranks: Ranks = ALONE,              # the processes that share the work
     ) -> None:
         self.model, self.ref_model, self.tokenizer, self.scorer = model, ref_model, tokenizer, scorer
-        self.prompts, self.config, self.penalty = iter(prompts), config, penalty
+        self.prompts, self.config, self.penalty, self.ranks = iter(prompts), config, penalty, ranks
         self.tracker, self.generator = EMATracker(), torch.Generator().manual_seed(config.seed)
-        self.num_tokens = self.collected = 0
+        self.num_tokens, self.collected, self.end_id = 0, 0, end_token_id(tokenizer)
 
-    def __iter__(self) -> Iterator[Experience]:
-        return self
+    def __iter__(self) -> Iterator[Experience]: return self
 
     def __next__(self) -> Experience:
         c, shares, start = self.config, by_task(next(self.prompts)), time.perf_counter()
         limits = [c.max_new_tokens_policy if share[0].task == 'P' else c.max_new_tokens_env for share in shares]
-        rollouts = [sample_completions(self.model, self.tokenizer, [s.prompt for s in share], c.group_size, limit,
-                                       c.temperature, self.generator) for share, limit in zip(shares, limits)]
+        own = [sample_completions(self.model, self.tokenizer, [s.prompt for s in share], c.group_size, limit,
+                                  c.temperature, self.generator, self.ranks.share(len(share)))
+               for share, limit in zip(shares, limits)]
+        rollouts = [rollouts_of_all(self.ranks, done, self.end_id) for done in own]
         seconds, samples = time.perf_counter() - start, [sample for share in shares for sample in share]
         rows, paid = [sample for sample in samples for _ in range(c.group_size)], 0.
         scores = self.scorer([s.prompt for s in rows], [text for done in rollouts for text in done.texts],
                              [s.completion or None for s in rows])
-        references = [ask_reference(self.ref_model, done, c.keep_ref_hidden) for done in rollouts]
+        references = [ask_reference(self.ref_model, done, c.keep_ref_hidden, self.ranks) for done in own]
         if self.penalty is not None:
             scores, paid = priced(scores, rollouts, references, c.penalty_estimator, self.penalty())
         advantages = compute_advantages(scores.rewards, c.group_size, c.baseline, c.scale_rewards, self.tracker,
                                         [sample.task for sample in samples])
-        end_id = end_token_id(self.tokenizer)
-        parts = assemble(shares, rollouts, scores, advantages, references, end_id, c.mask_truncated)
+        parts = assemble(shares, rollouts, scores, advantages, references, self.end_id, c.mask_truncated)
         self.num_tokens, self.collected = self.num_tokens + sum(part.num_tokens for part in parts), self.collected + 1
         return Experience(parts, c.group_size, max(limits), self.num_tokens, seconds, self.collected, paid)
 

@@ -6,10 +6,10 @@
 __all__ = ['logger', 'REQUIRED', 'READERS', 'SUITES', 'Suites', 'HEADINGS', 'COMMANDS', 'UsageError', 'comments_in', 'Flag',
            'flags_of', 'parse_value', 'as_text', 'Parser', 'placeholder', 'parser_of', 'no_such', 'settings_in',
            'read_settings', 'input_lines', 'at_least_one', 'emit', 'without_nan', 'positions', 'uci', 'batches',
-           'generate', 'read_rows', 'read_row', 'score', 'positions_in', 'policy_line', 'label', 'evaluation_samples',
-           'examine', 'suite_puzzles', 'suite_openings', 'play_suites', 'evaluate_model', 'metric_tables',
-           'report_evaluation', 'as_columns', 'train', 'pretrain', 'report', 'ablate', 'search', 'batch_size',
-           'Command', 'run_command', 'overview', 'is_input_error', 'console_logging', 'main']
+           'generate', 'read_rows', 'read_row', 'score', 'positions_in', 'label', 'evaluation_samples', 'examine',
+           'suite_puzzles', 'suite_openings', 'play_suites', 'evaluate_model', 'metric_tables', 'report_evaluation',
+           'as_columns', 'train', 'pretrain', 'push', 'report', 'ablate', 'search', 'batch_size', 'Command',
+           'run_command', 'overview', 'is_input_error', 'console_logging', 'main']
 
 # %% ../nbs/22_cli.ipynb #0f1f1bea
 import argparse
@@ -23,7 +23,6 @@ import json
 import logging
 import math
 import os
-import random
 import sys
 import textwrap
 import tokenize
@@ -409,30 +408,26 @@ def positions_in(
         raise UsageError(f'{path}, line {fens.index(None) + 1}: not a P: line; label adds only to files of its own')
     return set(fens)
 
-
-def policy_line(
-    fen: str,                # the position
-    candidates: Sequence,    # the engine's, best first
-    seed: int = 0,           # of the order; it depends on the position too
-    padded: bool = True,     # the fixed-width fields of the public data
-) -> str:  # a P: line
-    "The labelled line, its moves in random order."
-    from rookworld_nb.tasks import format_policy
-    shuffled = random.Random(f'{seed} {fen}').sample(candidates, len(candidates))
-    return format_policy(fen, [c.uci for c in shuffled], [c.pawns for c in shuffled], candidates[0].uci, padded)
-
 # %% ../nbs/22_cli.ipynb #e1c68937
 def label(
-    *fens: str,                          # positions; none: lines of standard input
+    *fens: str,                          # positions; none: lines of standard input, or --input
+    input: tuple[str, ...] = (),         # files of FENs, plain or .gz, or folders of them, for jobs of any size
     output: Path | None = None,          # file to add to, skipping the positions in it; none: standard output
+    shards: int = 64,                    # of --input: pieces that the processes take in turn; --output is made of them
     processes: int = 1,                  # Stockfish processes side by side
     nodes: int = 1000,                   # search limit per position, nodes
     seed: int = 0,                       # of the order of the moves in a line
     padded: bool = True,                 # fixed-width fields, as in the public data
     stockfish_path: Path | None = None,  # the executable; none looks for it
 ) -> None:
-    "Write a P: line with Stockfish's five best moves for every position."
+    "Write a P: line with Stockfish's five best moves for every position; killed, the same command goes on."
+    from rookworld_nb.positions import Labelling, label_files, policy_line
     from rookworld_nb.rules import InvalidFen, StockfishPool, legal_moves
+    if input:
+        if fens or output is None:
+            raise UsageError('--input: needs --output, a new file, and no positions beside it')
+        job = Labelling(str(output), shards, nodes, seed, padded, stockfish_path and str(stockfish_path))
+        return emit(json.dumps(label_files(job, input, processes)))
     wanted = dict.fromkeys(' '.join(line.split()) for line in input_lines(fens, 'FENs'))
     for number, fen in enumerate(wanted, 1):
         try: wanted[fen] = len(legal_moves(fen))
@@ -650,14 +645,18 @@ def train(
     tensorboard: bool = False, # write the metrics for TensorBoard too, into the run folder
     wandb: str | None = None,  # send the metrics to this Weights & Biases project too; none: stay offline
 ) -> None:
-    "Train with GRPO, evaluate before and after, and write a run folder."
+    "Train with GRPO, evaluate before and after, and write a run folder; with torchrun on many processes."
     from rookworld_nb import run
+    from rookworld_nb.hardware import HardwareConfig, torchrun
     from rookworld_nb.report import TensorBoardWriter, WandbWriter
-    config = run.resumed_config(**config) if config.get('resume') else run.TrainConfig(**config)
-    if plan:
-        return emit(run.Run(config).plan)
     writers = [lambda folder, _: TensorBoardWriter(folder/'tensorboard')] if tensorboard else []
-    run.train(config, writers + ([lambda _, settings: WandbWriter(wandb, settings)] if wandb else []))
+    writers += [lambda _, settings: WandbWriter(wandb, settings)] if wandb else []
+    with torchrun(config.get('rank_timeout', HardwareConfig.rank_timeout), config.get('device', 'auto')) as ranks:
+        config = run.resumed_config(**config) if config.get('resume') else run.TrainConfig(**config)
+        if not plan:
+            run.train(config, writers, ranks)
+        elif (line := run.Run(config, ranks).plan) and ranks.first:
+            emit(line)
 
 
 def pretrain(
@@ -666,6 +665,23 @@ def pretrain(
     "Make a small model from generated data; stopped and started again it goes on."
     from rookworld_nb import pretrain as module
     module.pretrain(module.PretrainConfig(**config))
+
+
+def push(
+    model: str,                     # the folder of a checkpoint, or nano
+    to: str,                        # owner/name of a Hugging Face repository; made where it is not there
+    dry_run: bool = False,          # only list what would be sent; needs neither network nor token
+    private: bool = True,           # a repository that has to be made is seen by its owner alone
+    revision: str | None = None,    # branch, which must be there; none: the main one
+    message: str = 'Upload model',  # of the commit
+) -> None:
+    "Send a model folder to the hub: weights, tokenizer and model card, in one commit."
+    from rookworld_nb import weights
+    if model != 'nano' and not Path(model).is_dir():
+        raise UsageError(f'--model {model}: there is no such folder')
+    files = weights.push_list(weights.model_folder(model), to)
+    for line in weights.push_lines(files): emit(line)
+    emit(f'would go to {to}' if dry_run else weights.push(files, to, private, revision, message))
 
 
 def report(
@@ -751,6 +767,7 @@ COMMANDS = {
     'ablate': Command(ablate),
     'batch-size': Command(batch_size),
     'search': Command(search, {'config': 'rookworld_nb.run:TrainConfig'}),
+    'push': Command(push),
     'pretrain': Command(pretrain, {'config': 'rookworld_nb.pretrain:PretrainConfig'}),
 }
 

@@ -21,6 +21,7 @@ import torch
 from rapidfuzz.distance import Levenshtein
 from tokenizers import Tokenizer
 
+from .hardware import ALONE, Ranks
 from .model import GPT
 from .positions import Sample
 from .rewards import PolicyTruth, RewardScorer, find_truth, read_env, read_policy
@@ -214,13 +215,15 @@ def completions(
     temperature: float,          # of sampling; 0 is greedy
     generator: torch.Generator,  # of the noise
     batch_size: int,             # prompts sampled together
+    ranks: Ranks = ALONE,        # processes that take the batches in turn, with the same noise as one of them
 ) -> list[str]:                  # samples_per_prompt texts for each prompt, in order
     """Complete prompts batch by batch."""
-    texts = []
-    for start in range(0, len(prompts), batch_size):
-        texts += sample_group(model, tokenizer, prompts[start:start + batch_size], samples_per_prompt, max_new_tokens,
-                              temperature, generator).texts
-    return texts
+    own = []
+    for number, start in enumerate(range(0, len(prompts), batch_size)):
+        mine = slice(None) if number % ranks.size == ranks.rank else slice(0)
+        own.append(sample_group(model, tokenizer, prompts[start:start + batch_size], samples_per_prompt,
+                                max_new_tokens, temperature, generator, mine).texts)
+    return [text for batch in zip(*ranks.gather(own)) for texts in batch for text in texts]
 
 # %% ../nbs/14_evaluate.ipynb #9ab7a6ad
 def evaluate(
@@ -233,6 +236,7 @@ def evaluate(
     samples_per_prompt: int = 1,         # completions of each prompt
     max_new_tokens: int | None = None,   # None: by task, a quarter more than the longest target
     batch_size: int = 64,                # prompts sampled together
+    ranks: Ranks = ALONE,                # processes that share the sampling; each gets the whole table
 ) -> pd.DataFrame:                       # as metrics_table, in the order of the samples
     """Sample completions of held-out prompts and measure them; the same seed gives the same table."""
     if not samples:
@@ -242,7 +246,8 @@ def evaluate(
         rows = [i for i, sample in enumerate(samples) if sample.task == task]
         budget = max_new_tokens or (answer_budget(tokenizer, [samples[i] for i in rows]) if rows else 0)
         prompts, generator = [samples[i].prompt for i in rows], torch.Generator().manual_seed(seed)
-        drawn = completions(model, tokenizer, prompts, samples_per_prompt, budget, temperature, generator, batch_size)
+        drawn = completions(model, tokenizer, prompts, samples_per_prompt, budget, temperature, generator, batch_size,
+                            ranks)
         for j, i in enumerate(rows):
             texts[i] = drawn[j*samples_per_prompt:(j + 1)*samples_per_prompt]
     return metrics_table(samples, [text for group in texts for text in group], temperature, scorer)

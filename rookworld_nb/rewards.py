@@ -8,15 +8,15 @@ __all__ = ['Shaping', 'Scaling', 'RANGES', 'POSITIVE', 'PARTS', 'SETTINGS', 'COL
            'policy_format', 'candidates_score', 'evals_score', 'best_score', 'env_scores', 'Judged', 'read_policy',
            'read_env', 'judge_policy', 'judge_env', 'judge', 'ladder_rung', 'shape_reward', 'MissingTarget',
            'BadTarget', 'Analyser', 'prompt_position', 'stored_truth', 'rules_truth', 'engine_truth', 'find_truth',
-           'RunningNorm', 'final_rewards', 'blend_shares', 'component_row', 'component_table', 'Scores', 'find_truths',
-           'RewardScorer']
+           'RunningNorm', 'final_rewards', 'blend_shares', 'component_row', 'component_table', 'Scores', 'judge_rows',
+           'find_truths', 'RewardScorer']
 
 # %% ../nbs/05_rewards.ipynb #b4f48dd3
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 import pandas as pd
@@ -462,6 +462,18 @@ class Scores:
     rewards: Tensor          # (B,) float32, normalised if the configuration says so
     components: pd.DataFrame # B rows: task, scaled scores (NaN for the other task's), raw, reward before normalisation
 
+
+def judge_rows(
+    engine: Analyser | None,             # asked for P: prompts without a target
+    cfg: RewardConfig,                   # costs, credits, tolerance
+    prompts: Sequence[str],              # B prompts
+    completions: Sequence[str],          # B texts, whatever they say
+    targets: Sequence[str | None] | None,# B perfect completions, None where there is none
+) -> list[Judged | None]:                # one per completion; None: nobody could say what is right
+    """Find every truth and judge every completion; no row depends on another."""
+    truths = find_truths(prompts, completions, targets, engine)
+    return [None if truth is None else judge(text, truth, cfg) for text, truth in zip(completions, truths)]
+
 # %% ../nbs/05_rewards.ipynb #06f1a995
 logger = logging.getLogger(__name__)
 PATIENCE = 8  # questions in one batch without a single answer
@@ -498,8 +510,9 @@ class RewardScorer:
         self,
         cfg: RewardConfig | None = None, # weights, shaping and the rest; None is the default
         engine: Analyser | None = None,  # answers for P: prompts that bring no target
+        spread: Callable[..., list] = lambda judge, *columns: judge(*columns), # who judges which rows
     ) -> None:
-        self.cfg, self.engine, self.step = cfg or RewardConfig(), engine, 0
+        self.cfg, self.engine, self.step, self.spread = cfg or RewardConfig(), engine, 0, spread
         self.norms = {task: RunningNorm(self.cfg.normalize_momentum, self.cfg.normalize_floor) for task in PARTS}
 
     def __call__(
@@ -509,8 +522,7 @@ class RewardScorer:
         targets: Sequence[str | None] | None = None, # B perfect completions, None where there is none
     ) -> Scores:                                     # rewards (B,) and the table of components
         """Find every truth, score every completion, count the call."""
-        truths = find_truths(prompts, completions, targets, self.engine)
-        judged = [None if truth is None else judge(text, truth, self.cfg) for text, truth in zip(completions, truths)]
+        judged = self.spread(partial(judge_rows, self.engine, self.cfg), prompts, completions, targets)
         components = component_table(judged, self.cfg, self.step)
         self.step += 1
         return Scores(final_rewards(components, self.norms if self.cfg.normalize else {}), components)

@@ -18,6 +18,7 @@ import shutil
 import sqlite3
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -142,6 +143,8 @@ class _EngineProcess:
         self.timeout, self.owner, self.name = timeout, os.getpid(), path
         self._popen = subprocess.Popen([path], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                                        stderr=subprocess.DEVNULL, encoding='utf-8', errors='replace')
+        self._due = math.inf   # when the answer at hand is late, monotonic seconds
+        threading.Thread(target=self._watch, daemon=True).start()
         try:
             for line in self.ask(['uci'], 'uciok', _START_SECONDS):
                 if line.startswith('id name '): self.name = line.removeprefix('id name ').strip()
@@ -151,17 +154,21 @@ class _EngineProcess:
             self.kill()
             raise
 
+    def _watch(self)->None:   # one thread for all answers: to start one for each costs more than a short search
+        while self._popen.poll() is None:
+            if (left := self._due - time.monotonic()) <= 0: self._popen.kill()
+            time.sleep(min(max(left, .002), .05))
+
     def ask(self, commands:Sequence[str], last_word:str, seconds:float|None=None)->Iterator[str]:
-        watchdog = threading.Timer(seconds or self.timeout, self._popen.kill)
-        watchdog.daemon = True
-        watchdog.start()
+        seconds = seconds or self.timeout
+        self._due = time.monotonic() + seconds
         try:
             self._popen.stdin.write('\n'.join(commands) + '\n')
             self._popen.stdin.flush()
             while not (line := self._popen.stdout.readline(1 << 16)).startswith(last_word):
-                if not line: raise _EngineFailure(f"died, or gave no {last_word!r} within {watchdog.interval} s")
+                if not line: raise _EngineFailure(f"died, or gave no {last_word!r} within {seconds} s")
                 yield line
-        finally: watchdog.cancel()
+        finally: self._due = math.inf
 
     def kill(self)->None:
         self._popen.kill()
@@ -217,9 +224,9 @@ class _KeptEngine(_Closing):
 _MOST_NODES = 1_000_000
 
 def _report(process:_EngineProcess, fen:str, nodes:int, fresh:bool)->list[Candidate]:
-    if fresh: list(process.ask(['ucinewgame', 'isready'], 'readyok'))
     newest = {}   # per line number; their depths may differ
-    for line in process.ask([f'position fen {fen}', f'go nodes {nodes}'], 'bestmove'):
+    forget = ['ucinewgame', 'isready'] if fresh else []
+    for line in process.ask([*forget, f'position fen {fen}', f'go nodes {nodes}'], 'bestmove'):
         if line.startswith('info') and ' multipv ' in line and ' pv ' in line:
             newest[int(line.split(' multipv ', 1)[1].split(' ', 1)[0])] = line
     return [_read_info(line) for _, line in sorted(newest.items())]

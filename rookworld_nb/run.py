@@ -9,7 +9,8 @@ __all__ = ['logger', 'BY_SIZE', 'SMALL', 'PRESETS', 'SUMS', 'PROFILES', 'FREE', 
            'write_checkpoint', 'CheckpointError', 'read_checkpoint', 'checkpoint_step', 'checkpoints_of',
            'newest_checkpoint', 'cut_logs', 'fingerprint', 'model_bytes', 'resumed_config', 'Assembly', 'trial_run',
            'memory_components', 'profile_batches', 'Setup', 'Examined', 'run_state', 'restore_run', 'Saving',
-           'write_events', 'read_events', 'Steered', 'Run', 'closing_table', 'first_update_line', 'train']
+           'write_events', 'read_events', 'Steered', 'Listener', 'writer_of', 'Run', 'closing_table',
+           'first_update_line', 'train']
 
 # %% ../nbs/18_run.ipynb #b15f4c93
 import copy
@@ -38,8 +39,8 @@ from rookworld_nb.buffer import (
     restore_collector)
 from .evaluate import chance_line, compare, evaluate, recall_table, select_rows
 from .hardware import (
-    SIZES, HardwareConfig, KeptForBackward, adam_bytes, kv_cache_bytes, prepare_model, search_batch, set_allocator,
-    tensor_bytes, unchanged, use_hardware)
+    ALONE, SIZES, HardwareConfig, KeptForBackward, Ranks, adam_bytes, has_own_gpu, kv_cache_bytes, prepare_model,
+    search_batch, set_allocator, tensor_bytes, unchanged, use_hardware)
 from .kl import EXACT_KL, KLConfig
 from .model import GPT
 from .monitor import RunWriter, metric_rows, read_metrics, save_reward_curve, write_atomic
@@ -295,8 +296,15 @@ def run_folder(
 
 def torch_device(
     name: str,  # 'auto', 'cpu', 'cuda', 'cuda:1', ...
+    ranks: Ranks = ALONE,  # of several processes each takes the GPU of its own number
 ) -> str:  # a device that works here; 'auto' takes the GPU where there is one
     "Check a device before anything is loaded onto it."
+    if ranks.size > 1 and has_own_gpu(name):
+        if ranks.local >= (count := torch.cuda.device_count()):
+            raise RunError(f'--device {name}: a GPU for each process, and this machine has {count}; start as many '
+                           'processes as GPUs, or let all share one with --device cuda:0')
+        torch.cuda.set_device(ranks.local)
+        return f'cuda:{ranks.local}'
     if name == 'auto':
         return 'cuda' if torch.cuda.is_available() else 'cpu'
     try:
@@ -318,7 +326,8 @@ def planned_work(
     return (f'{config.model} on {device}: {config.steps} updates, {replays} on each of {batches} '
             f'batches of {prompts} prompts x {config.group_size} completions = {completions} completions, '
             f'at most {completions*config.max_new_tokens} new tokens; {len(run.samples)} prompts to draw from, '
-            f'{len(run.heldout)} held-out positions' + (f'; {run.trainer.step} are done' if config.resume else ''))
+            f'{len(run.heldout)} held-out positions' + (f'; {run.trainer.step} are done' if config.resume else '')
+            + (f'; {run.ranks.size} processes' if run.ranks.size > 1 else ''))
 
 
 def run_summary(
@@ -452,7 +461,7 @@ def model_bytes(
 
 # %% ../nbs/18_run.ipynb #16b017b5
 FREE = ('steps', 'output_dir', 'resume', 'device', 'save_every', 'keep_checkpoints', 'micro_batch_size',
-        'matmul_precision', 'compile', 'gradient_checkpointing', 'cudnn_benchmark', 'cuda_allocator')
+        'matmul_precision', 'compile', 'gradient_checkpointing', 'cudnn_benchmark', 'cuda_allocator', 'rank_timeout')
 
 
 def resumed_config(
@@ -471,6 +480,8 @@ def resumed_config(
 # %% ../nbs/18_run.ipynb #c24c3461
 class Assembly:
     "What a configuration puts around models that are loaded: prompts, scorer, trainer, collector, buffer."
+    ranks = ALONE    # the processes that run it together
+
     def assemble(
         self,
         config: TrainConfig,  # of every part
@@ -478,11 +489,11 @@ class Assembly:
         "Make the parts; the models and the samples are there."
         self.config = config
         self.prompts = PromptMix(self.samples, config.batch_positions, config.mix_env_ratio, config.seed)
-        self.scorer = RewardScorer(config.rewards, self.engine)
-        self.trainer = Trainer(self.model, config.trainer, self.reference)
+        self.scorer = RewardScorer(config.rewards, self.engine, self.ranks.spread)
+        self.trainer = Trainer(self.model, config.trainer, self.reference, self.ranks)
         price = (lambda: self.trainer.kl.coefficient(self.trainer.step + 1)) if config.kl_in_reward else None
         self.collector = Collector(self.model, self.reference, self.tokenizer, self.prompts, self.scorer,
-                                   config.collector, price)
+                                   config.collector, price, self.ranks)
         self.buffer = RolloutBuffer(self.collector, config.buffer)
 
     @property
@@ -551,11 +562,15 @@ class Setup(Assembly):
     def __init__(
         self,
         config: TrainConfig = TrainConfig(),  # what to do
+        ranks: Ranks = ALONE,                 # the processes that do it together
     ) -> None:
+        if config.auto_batch_size and ranks.size > 1:
+            raise RunError('--auto-batch-size: not with torchrun; measure with rookworld batch-size in one process')
         if config.auto_batch_size and config.batch_positions is not None and not config.resume:
             raise RunError(f'--batch-positions {config.batch_positions}: not with --auto-batch-size, which chooses it')
         set_allocator(config.cuda_allocator)    # before CUDA starts
-        self.folder, device = run_folder(config), torch_device(config.device)
+        self.ranks, device = ranks, torch_device(config.device, ranks)
+        self.folder = ranks.gather(run_folder(config))[0]
         self.heldout = heldout_samples(config)
         self.samples = training_samples(config, self.heldout)
         self.engine = None if config.stockfish_path is None else Stockfish(config.stockfish_path)
@@ -585,7 +600,7 @@ class Examined(Setup):
         "Held-out completions at the training temperature and greedy, with the same noise at every call."
         sampled = {self.config.temperature: self.config.eval_samples, 0.: 1}
         tables = [evaluate(model or self.model, self.tokenizer, self.heldout, temperature, self.config.seed,
-                           scorer or self.scorer, count) for temperature, count in sampled.items()]
+                           scorer or self.scorer, count, ranks=self.ranks) for temperature, count in sampled.items()]
         return pd.concat(tables, ignore_index=True)
 
     def finish(
@@ -595,7 +610,8 @@ class Examined(Setup):
     ) -> pd.DataFrame:  # by (task, temperature, metric): before, after, difference, standard_error, z, n, chance
         "Compare before with after and write summary.json."
         table = compare(before, after, chance_line(self.heldout))
-        with RunWriter(self.folder) as writer: writer.summary(run_summary(self, before, after, table))
+        if self.ranks.first:
+            with RunWriter(self.folder) as writer: writer.summary(run_summary(self, before, after, table))
         return table
 
 # %% ../nbs/18_run.ipynb #03b77172
@@ -634,11 +650,19 @@ class Saving(Examined):
     def __init__(
         self,
         config: TrainConfig = TrainConfig(),  # what to do
+        ranks: Ranks = ALONE,                 # the processes that do it together
     ) -> None:
-        super().__init__(config)
+        super().__init__(config, ranks)
         self.settled = True    # between two steps, where a checkpoint can be gone on from
         if config.resume:
             restore_run(self)
+        if ranks.size > 1:
+            ranks.agree(config=asdict(self.config), step=self.trainer.step, **self.origin, weights=self.digest)
+
+    @property
+    def digest(self) -> str:
+        "A fingerprint of the policy's weights, which all processes must have in common."
+        return fingerprint(model_bytes(self.model))
 
     def save(
         self,
@@ -647,6 +671,8 @@ class Saving(Examined):
         "Write a checkpoint that this package and transformers load; old ones beyond `keep_checkpoints` go."
         if self.settled:
             self.trainer.remember()
+        if not self.ranks.first:
+            return
         state = run_state(self) if self.settled else None
         write_checkpoint(self.folder/name, self.model, self.tokenizer, state, self.profiles)
         for old in checkpoints_of(self.folder)[:-self.config.keep_checkpoints]:
@@ -703,6 +729,34 @@ class Steered(Saving):
         return f'After step {step}: {wish}{change}'
 
 # %% ../nbs/18_run.ipynb #ab3e0bbf
+class Listener:
+    "A writer that writes nothing: of several processes only the first keeps the run folder."
+    def __enter__(self) -> 'Listener': return self
+    def __exit__(self, *error) -> None: pass
+
+    def log(
+        self,
+        metrics: dict[str, float],  # one row
+    ) -> str:                       # nothing for the console
+        "Hear of a step."
+        return ''
+
+    def table(
+        self,
+        *what: Any,  # step, table, kind
+    ) -> None:
+        "Hear of a table."
+
+
+def writer_of(
+    run: Steered,  # about to start
+) -> RunWriter | Listener:
+    "What keeps the run folder, on the process that writes."
+    if not run.ranks.first:
+        return Listener()
+    return RunWriter(run.folder, asdict(run.config), run.prompts.batch_positions)
+
+# %% ../nbs/18_run.ipynb #aa8949a2
 class Run(Steered):
     "A training run: checked on construction, and nothing is written before the first step."
     def steps(
@@ -710,10 +764,10 @@ class Run(Steered):
         writers: Sequence = (),  # others that take each row, with `log(metrics)`
     ) -> Iterator[dict[str, float]]:  # metrics by name, one row per optimiser step
         "Train, and write everything down as it happens; the final checkpoint is written however the loop ends."
-        if self.config.resume:
+        if self.config.resume and self.ranks.first:
             cut_logs(self.folder, self.trainer.step)
             write_events(self.folder, self.events)
-        with RunWriter(self.folder, asdict(self.config), self.prompts.batch_positions) as writer:
+        with writer_of(self) as writer:
             written, source = self.experience, self.trainer.run(self.buffer)
             try:
                 while (metrics := self._next(source)) is not None:
@@ -725,11 +779,12 @@ class Run(Steered):
                     if self.trainer.broken is not None:
                         writer.table(self.trainer.step, self.trainer.broken, 'skipped')
                     if self.trainer.step % self.config.save_every == 0:
+                        if self.ranks.size > 1: self.ranks.agree(weights=self.digest)
                         self.save(f'checkpoint-{self.trainer.step}')
                     yield metrics
             finally:
                 self.save('final_checkpoint')
-                save_reward_curve(read_metrics(self.folder), self.folder/'reward.png')
+                if self.ranks.first: save_reward_curve(read_metrics(self.folder), self.folder/'reward.png')
 
     def _next(self, source: Iterator[dict[str, float]]) -> dict[str, float] | None:
         "One step; one that is broken off cannot be gone on from."
@@ -766,24 +821,25 @@ def first_update_line(
 def train(
     config: TrainConfig = TrainConfig(),  # what to do
     writers: Sequence[Callable] = (),     # (run folder, configuration) -> what takes each row: `log`, `close`
+    ranks: Ranks = ALONE,                 # the processes that do it together; the first of them writes and speaks
 ) -> pd.DataFrame:  # the before/after table
     "The main job, with its progress on the console: plan, evaluation, training, evaluation, table."
-    run = Run(config)
+    run, say = Run(config, ranks), tqdm.write if ranks.first else str
     with ExitStack() as stack:
-        others = [stack.enter_context(closing(make(run.folder, asdict(run.config)))) for make in writers]
-        tqdm.write(run.plan)
-        tqdm.write(f'Hardware: {run.hardware}')
+        others = [stack.enter_context(closing(make(run.folder, asdict(run.config)))) for make in writers if ranks.first]
+        say(run.plan)
+        say(f'Hardware: {run.hardware}')
         before = run.evaluate(run.reference) if run.heldout else None
         bar = stack.enter_context(tqdm(total=run.config.steps, initial=run.trainer.step, unit='step',
-                                       dynamic_ncols=True))
+                                       dynamic_ncols=True, disable=not ranks.first))
         for metrics in run.steps(others):
             if metrics['step'] == 1:
-                tqdm.write(first_update_line(metrics))
-            tqdm.write(run.console)
+                say(first_update_line(metrics))
+            say(run.console)
             bar.update()
-    tqdm.write(f'{run.trainer.stop_reason}; run folder: {run.folder}')
+    say(f'{run.trainer.stop_reason}; run folder: {run.folder}')
     if before is None:
         return pd.DataFrame()
     table = run.finish(before, run.evaluate())
-    tqdm.write(closing_table(table))
+    say(closing_table(table))
     return table

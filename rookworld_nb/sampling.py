@@ -110,14 +110,17 @@ def generate(
     temperature: float,      # >= 0; 0 is greedy
     end_id: int,             # a row stops with its first one
     generator: torch.Generator|None=None, # of the noise; None: the global one of the CPU
+    share: slice=slice(None),             # of the prompts: only these are answered, each with its own noise
 ) -> tuple[Tensor, Tensor, Tensor]:       # (N, T) ids, bool mask and log-probabilities, T the longest completion
-    'Read each prompt once, then decode all rows together; row i*G + j continues prompt i.'
-    shape, device = (len(prompt_ids)*group_size, max_new_tokens), prompt_ids.device
-    noise = torch.rand(shape[::-1], generator=generator, device=generator.device if generator else 'cpu').to(device)
+    'Read each prompt once, then decode all rows together; row i*G + j continues prompt i of the share.'
+    shape, device = (max_new_tokens, len(prompt_ids), group_size), prompt_ids.device
+    noise = torch.rand(shape, generator=generator, device=generator.device if generator else 'cpu')
+    noise, prompt_ids, prompt_mask = noise[:, share].flatten(1).to(device), prompt_ids[share], prompt_mask[share]
+    shape, t = noise.shape[::-1], -1
     ids = torch.full(shape, end_id, device=device)
     mask, logprobs = torch.zeros(shape, dtype=torch.bool, device=device), torch.zeros(shape, device=device)
-    prefix = model.prefill(prompt_ids, prompt_mask)
-    for t, (rows, tokens, chosen) in enumerate(decode(model, prefix, noise, temperature, end_id)):
+    steps = decode(model, model.prefill(prompt_ids, prompt_mask), noise, temperature, end_id) if len(ids) else ()
+    for t, (rows, tokens, chosen) in enumerate(steps):
         ids[rows, t], mask[rows, t], logprobs[rows, t] = tokens, True, chosen
     return ids[:, :t+1], mask[:, :t+1], logprobs[:, :t+1]
 
@@ -193,16 +196,18 @@ def sample(
     max_new_tokens: int,     # >= 1; fewer where the longest prompt leaves less room
     temperature: float,      # >= 0, logits are divided by it; 0 is greedy
     generator: torch.Generator|None=None, # of the noise, on any device; None: the global one of the CPU
-) -> Rollouts:               # B*G completions, row i*G + j is sample j of prompt i
+    share: slice=slice(None),# of the prompts: only these are answered, just as they would be among all
+) -> Rollouts:               # B*G completions, row i*G + j is sample j of prompt i of the share
     'Sample a group of completions for every prompt; each prompt is read once.'
     check_request(prompts, group_size, max_new_tokens, temperature)
     end_id, device = end_token_id(tokenizer), model.wte.weight.device
     prompt_ids, prompt_mask = encode_prompts(tokenizer, prompts, end_id)
     limit = min(max_new_tokens, room_after(prompts, prompt_mask, model.cfg.n_positions))
     prompt_ids, prompt_mask = prompt_ids.to(device), prompt_mask.to(device)
-    ids, mask, logprobs = generate(model, prompt_ids, prompt_mask, group_size, limit, temperature, end_id, generator)
+    ids, mask, logprobs = generate(model, prompt_ids, prompt_mask, group_size, limit, temperature, end_id, generator,
+                                   share)
     texts = decode_completions(tokenizer, ids, mask, end_id)
-    return Rollouts(prompt_ids, prompt_mask, ids, mask, logprobs, texts, group_size, temperature)
+    return Rollouts(prompt_ids[share], prompt_mask[share], ids, mask, logprobs, texts, group_size, temperature)
 
 # %% ../nbs/06_sampling.ipynb #090ee520
 def length_buckets(

@@ -6,8 +6,8 @@
 __all__ = ['SCHEDULES', 'ADAMW', 'LOSS_OPTIONS', 'logger', 'TrainerConfig', 'check_config', 'lr_factor', 'build_optimizer',
            'MicroBatch', 'micro_batches', 'items_of', 'FirstUpdateError', 'likely_cause', 'check_first_update',
            'stack_rows', 'exact_token_kl', 'Critic', 'judged_by', 'critic_loss', 'Learning', 'broken_rows',
-           'accumulate_gradients', 'take_step', 'Health', 'Learner', 'Updater', 'Survivor', 'trainer_state',
-           'restore_trainer', 'Trainer']
+           'accumulate_gradients', 'take_step', 'seen_by_all', 'add_gradients', 'Health', 'Learner', 'Updater',
+           'Survivor', 'trainer_state', 'restore_trainer', 'Trainer']
 
 # %% ../nbs/12_trainer.ipynb #2a1b3d85
 import copy
@@ -22,9 +22,10 @@ import pandas as pd
 import torch
 from torch import Tensor, nn
 
-from .buffer import Experience, RolloutBuffer
+from .buffer import Experience, RolloutBuffer, share_of
 from .grpo import (
     IMPORTANCE_LEVELS, LOSS_TYPES, count_items, gae, grpo_loss, place_rewards, value_loss)
+from .hardware import ALONE, Ranks
 from .kl import (
     EXACT_KL, KL_ESTIMATORS, KLConfig, KLController, SettingError, check_option, exact_kl, per_token_kl)
 from .model import GPT
@@ -374,21 +375,24 @@ def accumulate_gradients(
     learning: Learning,      # the policy's gradients are added to what its parameters hold
     experience: Experience,  # one batch
     first: bool = False,     # before the first update: check the identity, and raise FirstUpdateError where it fails
+    ranks: Ranks = ALONE,    # each takes some groups; afterwards all have the gradients and metrics of the whole batch
 ) -> tuple[dict[str, float], list[bool]]: # metrics of the whole batch; which rows of its table are broken
     "Forward and backward through every piece."
     seen = []
-    for micro in micro_batches(experience, learning.config.micro_batch_size):
+    for micro in micro_batches(share_of(experience, ranks), learning.config.micro_batch_size):
         columns = learning.piece(micro)
         if first:
             check_first_update(learning.model, micro, columns['logprobs'], learning.config)
         loss, metrics = learning.loss(columns)
         loss.backward()
         seen.append({name: None if x is None else x.detach() for name, x in columns.items()})
+    seen = seen_by_all(ranks, seen)
     whole = {name: None if x is None else stack_rows([columns[name] for columns in seen])
              for name, x in seen[0].items()}
-    if len(seen) > 1:    # a percentile or a maximum is no mean over pieces
+    if len(seen) > 1 or ranks.size > 1:    # a percentile or a maximum is no mean over pieces
         with torch.no_grad():
             loss, metrics = learning.loss(whole)
+    add_gradients(ranks, learning)
     return {'loss': loss.item()} | metrics, broken_rows(whole)
 
 # %% ../nbs/12_trainer.ipynb #777d8ffc
@@ -403,6 +407,29 @@ def take_step(
     for group in optimizer.param_groups:
         group['lr'] = rate
     optimizer.step()
+
+
+def seen_by_all(
+    ranks: Ranks,  # who works together
+    seen: list[dict[str, Tensor | None]], # columns of this process's pieces
+) -> list[dict[str, Tensor | None]]:      # of all pieces of the batch, in its order
+    "Exchange what the processes saw, a few numbers for each token."
+    if ranks.size == 1:
+        return seen
+    own = [{name: None if x is None else x.cpu() for name, x in columns.items()} for columns in seen]
+    return [columns for part in ranks.gather(own) for columns in part]
+
+
+def add_gradients(
+    ranks: Ranks,        # who works together
+    learning: Learning,  # policy and critic hold the gradients of this process's groups
+) -> None:
+    "Replace gradients by their sums over the processes: each was already divided by the count of the whole batch."
+    if ranks.size > 1:
+        parts = [part for part in (learning.model, learning.critic) if part is not None]
+        trained = [p for part in parts for p in part.parameters() if p.requires_grad]
+        for p in trained: p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+        ranks.add([p.grad for p in trained])
 
 # %% ../nbs/12_trainer.ipynb #e4f3a0a0
 @dataclass
@@ -453,10 +480,11 @@ class Learner:
         model: GPT,                              # the policy, changed in place
         config: TrainerConfig = TrainerConfig(), # how
         ref_model: GPT | None = None,            # the frozen reference; needed where kl_estimator is exact
+        ranks: Ranks = ALONE,                    # the processes that share each batch; all hold the same models
     ) -> None:
         if config.kl_estimator in EXACT_KL and ref_model is None:
             raise SettingError(f'kl_estimator={config.kl_estimator} needs the reference model')
-        self.model, self.config, self.ref_model = model, config, ref_model
+        self.model, self.config, self.ref_model, self.ranks = model, config, ref_model, ranks
         self.critic = Critic(model.cfg.n_embd).to(model.wte.weight.device) if config.use_gae else None
         self.optimizer, self.kl = build_optimizer(model, config, self.critic), KLController(config.kl)
         self.health, self.good = Health(), {}
@@ -498,7 +526,7 @@ class Updater(Learner):
         learning = Learning(self.model, config, kl_coef, items_of(experience, config.loss_type), max(1, tokens),
                             experience.max_completion_length, self.ref_model, self.critic)
         self.optimizer.zero_grad(set_to_none=True)    # whatever the model was used for before
-        metrics, broken = accumulate_gradients(learning, experience, first=self.step == 1)
+        metrics, broken = accumulate_gradients(learning, experience, self.step == 1, self.ranks)
         parameters = [p for group in self.optimizer.param_groups for p in group['params']]
         norm = float(nn.utils.clip_grad_norm_(parameters, config.grad_clip))
         finite = math.isfinite(metrics['loss'] + norm)

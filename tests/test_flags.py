@@ -225,7 +225,7 @@ def test_two_ways_to_choose_the_batch_are_one_too_many(tmp_path, capsys):
 
 
 def test_no_flag_is_forgotten():
-    elsewhere = {'compile', 'auto_batch_size', 'output_dir', 'device', 'resume', 'stockfish_path', 'eval_samples', 'micro_batch_size', 'gamma', 'gae_lambda', 'value_loss_coef'}
+    elsewhere = {'compile', 'auto_batch_size', 'rank_timeout', 'output_dir', 'device', 'resume', 'stockfish_path', 'eval_samples', 'micro_batch_size', 'gamma', 'gae_lambda', 'value_loss_coef'}
     assert {*CASES} | elsewhere == {*TrainConfig.__dataclass_fields__} and not elsewhere & {*CASES}
 
 

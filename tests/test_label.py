@@ -1,0 +1,218 @@
+"Labelling of files: every position once, whoever is killed and when; refusals; and data sets that are read without being held."
+import gzip
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+import tracemalloc
+from collections import Counter
+from pathlib import Path
+
+import chess
+import pytest
+
+from rookworld_nb import cli, positions
+from rookworld_nb.positions import (
+    DataError, Labelling, LabelError, cut_inputs, label_files, label_shard, label_worker, labelled_in, lazy_lines, locked,
+    merge_shards, read_lines, shard_of, shipped)
+from rookworld_nb.rules import Candidate, EngineNotFound, find_stockfish, legal_moves
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def games(count, seed=0):
+    "Different positions of random games."
+    rng, found = random.Random(seed), {}
+    while len(found) < count:
+        board = chess.Board()
+        for _ in range(60):
+            moves = list(board.legal_moves)
+            if not moves: break
+            board.push(rng.choice(moves))
+            if board.legal_moves.count() > 1: found[board.fen()] = None
+    return list(found)[:count]
+
+
+class Engine:
+    "Stands in for an engine: the first legal moves, each a pawn worse."
+    def __init__(self, path=None, nodes=1000): self.nodes = nodes
+    def __enter__(self): return self
+    def __exit__(self, *failure): pass
+    def close(self): pass
+
+    def analyse(self, fen):
+        "Answer without thinking."
+        return tuple(Candidate(uci, 1. - i) for i, uci in enumerate(sorted(legal_moves(fen))[:5]))
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    monkeypatch.setattr(positions, 'Stockfish', Engine)
+
+    def in_this_process(job, sources):
+        cut_inputs(job, sources)
+        label_worker(job, 0, 1)
+        return merge_shards(job)
+    return in_this_process
+
+
+def fen_of(line): return line[3:].partition('M:')[0].strip()
+
+
+# ---- every position once
+
+def test_inputs_of_every_kind_and_positions_that_come_twice(quick, tmp_path):
+    fens = games(60)
+    (tmp_path/'a.txt').write_text('\n'.join(fens[:40]) + '\n\n  ' + fens[3].replace(' ', '  ') + '\n')
+    (tmp_path/'more').mkdir()
+    with gzip.open(tmp_path/'more'/'b.gz', 'wt') as file: file.write('\r\n'.join(fens[30:]))
+    (tmp_path/'more'/'c.txt').write_text('no position\nR5k1/5ppp/8/8/8/8/8/6K1 b - - 0 1\n')
+    job = Labelling(str(tmp_path/'out.txt'), shards=7, nodes=1)
+    assert quick(job, [str(tmp_path/'a.txt'), str(tmp_path/'more')]) == {'lines': 60, 'single': 1, 'malformed': 1}
+    lines = (tmp_path/'out.txt').read_text().splitlines()
+    assert sorted(map(fen_of, lines)) == sorted(fens) and not job.folder.exists()
+    assert [shard_of(fen, 7) for fen in map(fen_of, lines)] == sorted(shard_of(fen, 7) for fen in fens)
+    samples, malformed = read_lines(tmp_path/'out.txt')
+    assert len(samples) == 60 and not malformed
+    packed = Labelling(str(tmp_path/'out.txt.gz'), shards=7, nodes=1)
+    quick(packed, [str(tmp_path/'a.txt'), str(tmp_path/'more')])
+    assert gzip.decompress((tmp_path/'out.txt.gz').read_bytes()).decode().splitlines() == lines
+
+
+@pytest.mark.parametrize('torn', [0, 1, 7, 60, 128])
+def test_a_torn_shard_goes_on_where_it_was(quick, torn, tmp_path):
+    (tmp_path/'in.txt').write_text('\n'.join(games(20)))
+    jobs = [Labelling(str(tmp_path/name), shards=1) for name in ('whole.txt', 'torn.txt')]
+    quick(jobs[0], [str(tmp_path/'in.txt')])
+    whole = (tmp_path/'whole.txt').read_bytes()
+    cut_inputs(jobs[1], [str(tmp_path/'in.txt')])
+    kept = b''.join(whole.splitlines(keepends=True)[:9]) + whole.splitlines()[9][:torn]
+    jobs[1].place('part', 0).write_bytes(kept)
+    assert len(labelled_in(jobs[1].place('part', 0))) == 9
+    quick(jobs[1], [str(tmp_path/'in.txt')])
+    assert (tmp_path/'torn.txt').read_bytes() == whole
+
+
+def test_a_shard_has_one_owner(quick, tmp_path):
+    (tmp_path/'in.txt').write_text('\n'.join(games(5)))
+    job = Labelling(str(tmp_path/'out.txt'), shards=1)
+    cut_inputs(job, [str(tmp_path/'in.txt')])
+    with locked(job.place('lock', 0)) as mine:
+        assert mine and not label_shard(job, 0, Engine()) and not job.place('done', 0).exists()
+    assert not label_shard(job, 0, Engine(), alone=lambda: True) and label_shard(job, 0, Engine()) and label_shard(job, 0, Engine())
+
+
+def children_of(process): return [int(child) for child in Path(f'/proc/{process}/task/{process}/children').read_text().split()]
+
+
+@pytest.mark.stockfish
+@pytest.mark.parametrize('whom', ['everybody', 'starter', 'worker'])
+def test_killed_three_times_at_any_moment(whom, tmp_path):
+    try: find_stockfish()
+    except EngineNotFound as error: pytest.skip(str(error))
+    fens, output, rng = games(2000, 1), tmp_path/'out.txt', random.Random(whom)
+    (tmp_path/'in.txt').write_text('\n'.join(fens + fens[:100]))
+    words = [sys.executable, '-m', 'rookworld_nb.cli', 'label', '--input', tmp_path/'in.txt', '--output', output, '--shards', '8', '--processes', '2',
+             '--nodes', '20']
+    kills = 0
+    while kills < 3:
+        job = subprocess.Popen([*map(str, words)], env=os.environ | {'PYTHONPATH': str(ROOT)}, start_new_session=True, text=True,
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        before = written(output)
+        while job.poll() is None and written(output) <= before: time.sleep(.01)    # it works
+        time.sleep(rng.random()/2)
+        assert job.poll() is None and not output.exists()
+        if whom == 'worker':    # one with an engine
+            os.kill(rng.choice([child for child in children_of(job.pid) if children_of(child)]), signal.SIGKILL)
+            assert job.wait(100) in (0, 2)
+        else:
+            (os.killpg if whom == 'everybody' else os.kill)(job.pid, signal.SIGKILL)
+            job.wait(100)
+        kills += 1
+        if whom == 'worker' and output.exists(): break    # the other one has done it all
+    if not output.exists():
+        done = subprocess.run([*map(str, words)], env=os.environ | {'PYTHONPATH': str(ROOT)}, text=True, capture_output=True, timeout=300)
+        assert done.returncode == 0 and json.loads(done.stdout) == {'lines': 2000, 'single': 0, 'malformed': 0}, done.stderr
+    counts = Counter(map(fen_of, output.read_text().splitlines()))
+    assert set(counts) == set(fens) and set(counts.values()) == {1}
+    samples, malformed = read_lines(output)
+    assert len(samples) == 2000 and not malformed and [*tmp_path.iterdir()].__len__() == 2
+
+
+def written(output):
+    "Bytes in the shards so far."
+    found = 0
+    for kind in ('part-*', 'done-*'):
+        for path in Path(f'{output}.shards').glob(kind):
+            try: found += path.stat().st_size
+            except OSError: pass
+    return found
+
+
+# ---- refusals
+
+@pytest.mark.parametrize('words, names', [
+    ('--input in.txt', ['--input', '--output']), ('--input in.txt --output out.txt e4', ['no positions beside it']),
+    ('--input nowhere.txt --output out.txt', ['nowhere.txt']), ('--input in.txt --output out.txt --shards 0', ['--shards 0', '1 to 1000']),
+    ('--input in.txt --output old.txt', ['--output old.txt', 'new file']), ('--input in.txt --output out.txt --processes 0', ['--processes 0']),
+    ('--input in.txt --output out.txt --stockfish-path no/engine', ['no/engine'])])
+def test_what_is_wrong_is_said_and_nothing_is_made(words, names, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path/'in.txt').write_text(chess.STARTING_FEN)
+    (tmp_path/'old.txt').write_text('P: old')
+    if 'no/engine' not in words: monkeypatch.setattr(positions, 'Stockfish', Engine)
+    before = sorted(tmp_path.iterdir())
+    assert cli.main(['label', *words.split()]) == 2
+    said = capsys.readouterr().err
+    assert len(said.strip().splitlines()) == 1 and all(name in said for name in names) and sorted(tmp_path.iterdir()) == before
+
+
+def test_a_job_goes_on_as_it_was_begun(quick, tmp_path):
+    (tmp_path/'in.txt').write_text('\n'.join(games(5)))
+    cut_inputs(Labelling(str(tmp_path/'out.txt'), nodes=50), [str(tmp_path/'in.txt')])
+    for change, word in (({'nodes': 60}, 'nodes 50'), ({'nodes': 50, 'shards': 3}, 'shards 64')):
+        with pytest.raises(LabelError, match=f'was begun with {word}'): cut_inputs(Labelling(str(tmp_path/'out.txt'), **change), [str(tmp_path/'in.txt')])
+    (tmp_path/'in.txt').write_text('other')
+    with pytest.raises(LabelError, match='was begun with files'): cut_inputs(Labelling(str(tmp_path/'out.txt'), nodes=50), [str(tmp_path/'in.txt')])
+
+
+def test_killed_while_cleaning_up(quick, tmp_path):
+    Path(f'{tmp_path}/out.txt.shards.done').mkdir()
+    (tmp_path/'out.txt').write_text('P: whole')
+    assert label_files(Labelling(str(tmp_path/'out.txt')), ['any']) and not Path(f'{tmp_path}/out.txt.shards.done').exists()
+
+
+# ---- shards are read one line at a time
+
+def shards_of(folder, count, lines):
+    "A folder of shards, with a bad line in each."
+    folder.mkdir()
+    text = ''.join(sample.line + '\n' for sample in shipped('train')[:lines])
+    for n in range(count): (folder/f'{n:03d}.txt').write_text(text + 'nonsense\n')
+    return folder
+
+
+def test_many_shards_are_one_data_set(tmp_path):
+    folder, complaints = shards_of(tmp_path/'data', 3, 20), []
+    (folder/'.hidden').write_text('x')
+    samples = list(lazy_lines(folder, lambda *bad: complaints.append(bad)))
+    assert samples == shipped('train')[:20]*3 == read_lines(folder)[0]
+    assert [number for number, _ in complaints] == [21]*3 and [reason[:9] for _, reason in complaints] == [f'{n:03d}.txt: ' for n in range(3)]
+    (tmp_path/'empty').mkdir()
+    for wrong in (tmp_path/'empty', tmp_path/'none'):
+        with pytest.raises(DataError, match='no data file'): next(lazy_lines(wrong, print))
+
+
+def test_memory_does_not_grow_with_the_data(tmp_path):
+    peaks = []
+    for count in (1, 12):
+        folder = shards_of(tmp_path/str(count), count, 300)
+        tracemalloc.start()
+        seen = sum(1 for _ in lazy_lines(folder, lambda *bad: None))
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+        assert seen == 300*count
+    assert peaks[1] < 1.2*peaks[0] + 50_000

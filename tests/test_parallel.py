@@ -1,0 +1,227 @@
+"Training on several processes: the same run on 1, 2 and 4, one message where something fails, and a checkpoint that any number goes on from."
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.testing import assert_close
+
+from rookworld_nb import cli
+from rookworld_nb.evaluate import evaluate
+from rookworld_nb.hardware import ALONE, RankError, Ranks, torchrun
+from rookworld_nb.model import GPT, GPTConfig
+from rookworld_nb.monitor import metric_rows
+from rookworld_nb.positions import shipped, write_lines
+from rookworld_nb.rewards import RewardConfig, RewardScorer
+from rookworld_nb.run import RunError, Setup, TrainConfig, read_checkpoint, torch_device
+from rookworld_nb.weights import load_pretrained, save_pretrained
+
+TESTS = Path(__file__).resolve().parent
+sys.path.insert(0, str(TESTS))
+import parallel_worker  # noqa: E402
+
+TORCHRUN = [sys.executable, '-m', 'torch.distributed.run', '--standalone']
+CLOCKS = ('step_time', 'time', 'perf/')    # what no two runs have in common
+
+
+def launch(processes, *words, **options):
+    "Start torchrun as a user would."
+    here = os.environ | {'OMP_NUM_THREADS': '1', 'PYTHONPATH': str(TESTS.parent)}
+    return subprocess.Popen([*TORCHRUN, '--nproc-per-node', str(processes), *map(str, words)], env=here, text=True,
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
+
+
+def ended(started, seconds=300):
+    "Exit code and standard error, within a time."
+    try:
+        return started.returncode if started.wait(seconds) is None else started.returncode, started.communicate()[1]
+    finally:
+        started.kill()
+
+
+def numbers(row):
+    "A row of metrics without clocks."
+    return {name: value for name, value in row.items() if not name.startswith(CLOCKS)}
+
+
+# ---- the same run
+
+@pytest.fixture(scope='module')
+def alone(tmp_path_factory):
+    return {name: parallel_worker.train(name, ALONE) for name in parallel_worker.CASES}
+
+
+@pytest.mark.parametrize('processes', [2, 4])
+def test_any_number_of_processes_gives_the_same_run(alone, processes, tmp_path):
+    code, said = ended(launch(processes, TESTS/'parallel_worker.py', 'work', tmp_path, 60))
+    assert code == 0, said
+    several = [torch.load(tmp_path/f'{rank}-of-{processes}.pt') for rank in range(processes)]
+    for name, one in alone.items():
+        for run in several:
+            assert len(run[name]['gradients']) == len(one['gradients']) and run[name]['stop'] == one['stop']
+            for mine, other in zip(one['gradients'], run[name]['gradients']): assert_close(other, mine, atol=1e-6, rtol=1e-5)
+            assert_close(run[name]['weights'], one['weights'], atol=1e-6, rtol=1e-5)
+            assert run[name]['averages'] == pytest.approx(one['averages'], abs=1e-6)
+            for mine, other in zip(one['rows'], run[name]['rows'], strict=True):
+                assert numbers(other) == pytest.approx(numbers(mine), abs=2e-6, rel=1e-4, nan_ok=True)
+        assert len({run[name]['digest'] for run in several}) == 1    # to the bit
+    assert len(alone['plain']['gradients']) == 4 and len(alone['diverged']['gradients']) < 4
+    assert any(gradient.abs().max() > 1e-3 for gradient in alone['plain']['gradients'])
+
+
+@given(st.integers(0, 50), st.integers(1, 9))
+def test_every_thing_has_one_owner(n, size):
+    parts = [range(n)[Ranks(rank, size).share(n)] for rank in range(size)]
+    assert [i for part in parts for i in part] == [*range(n)] and max(map(len, parts)) - min(map(len, parts)) <= 1
+
+
+# ---- threads in the place of processes
+
+class Threads(Ranks):
+    "Ranks that are threads of this process, for what needs no torchrun."
+    def gather(self, value):
+        self.board[self.rank] = value
+        self.barrier.wait(60)
+        found = list(self.board)
+        self.barrier.wait(60)
+        return found
+
+
+def together(size, function):
+    "What a function of ranks returns on each of some threads."
+    shared, found = type('Board', (Threads,), {'board': [None]*size, 'barrier': threading.Barrier(size)}), [None]*size
+
+    def run(rank): found[rank] = function(shared(rank, size))
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads: thread.start()
+    for thread in threads: thread.join()
+    return found
+
+
+def test_scoring_is_shared_and_counted_as_one():
+    samples, judged = shipped('heldout')[:5] + shipped('heldout')[-6:], []
+    prompts, texts = [s.prompt for s in samples], [s.completion for s in samples[3:]] + [s.completion for s in samples[:3]]
+    config = RewardConfig(normalize=True, reward_warmup_steps=4)
+
+    def score(ranks):
+        def counting(judge, *columns): return ranks.spread(lambda *mine: (judged.append(len(mine[0])), judge(*mine))[1], *columns)
+        scorer = RewardScorer(config, None, counting if ranks.size > 1 else ranks.spread)
+        return [scorer(prompts, texts, [s.completion for s in samples]) for _ in range(2)], scorer.state_dict()
+    (plain, state), = [score(ALONE)]
+    for found, theirs in together(3, score):
+        assert theirs == state
+        for mine, other in zip(plain, found): assert other.rewards.equal(mine.rewards) and other.components.equals(mine.components)
+    assert sorted(judged) == [3, 3, 4, 4, 4, 4]
+
+
+def test_evaluation_is_shared_and_the_same():
+    model, tokenizer = load_pretrained('nano')
+    samples = shipped('heldout')[:5] + shipped('heldout')[-4:]
+    options = dict(temperature=.9, seed=2, samples_per_prompt=2, max_new_tokens=20, batch_size=2)
+    plain = evaluate(model, tokenizer, samples, **options)
+    for found in together(2, lambda ranks: evaluate(model, tokenizer, samples, **options, ranks=ranks)):
+        assert found.equals(plain)
+
+
+# ---- what cannot work is said, once
+
+@pytest.mark.parametrize('mode, timeout, words', [('late', 3, ['another process is gone or late']),
+                                                  ('apart', 60, ['data: process', 'has file 0', 'has file 1'])])
+def test_one_process_speaks_for_all(mode, timeout, words, tmp_path):
+    start = time.monotonic()
+    code, said = ended(launch(2, TESTS/'parallel_worker.py', mode, tmp_path, timeout))
+    spoken = [line for line in said.splitlines() if line.startswith('SAID')]
+    assert code != 0 and len(spoken) == 1 and all(word in spoken[0] for word in words) and time.monotonic() - start < 100
+
+
+def test_what_several_processes_cannot_do():
+    with pytest.raises(RunError, match='--auto-batch-size: not with torchrun'):
+        Setup(TrainConfig(auto_batch_size=True), Ranks(0, 2))
+    with pytest.raises(RunError, match='--device cuda: a GPU for each process, and this machine has'):
+        torch_device('cuda', Ranks(99, 100, 99))
+    with pytest.raises(ValueError, match='--rank-timeout 0: must be finite and above 0'), torchrun(0): pass
+    with torchrun() as ranks: assert ranks is ALONE
+    assert replace(ALONE, rank=1, size=2).first is False and ALONE.first
+
+
+def test_ranks_that_differ_are_refused():
+    def differ(ranks):
+        with pytest.raises(RankError, match=f'weights: process {ranks.rank} of 2'): ranks.agree(step=3, weights=ranks.rank)
+        ranks.agree(step=3)
+        return True
+    assert together(2, differ) == [True, True]
+
+
+# ---- killed
+
+@pytest.fixture(scope='module')
+def small(tmp_path_factory):
+    "A tiny model with nano's tokenizer, and a few prompts."
+    folder = tmp_path_factory.mktemp('small')
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        save_pretrained(GPT(GPTConfig(1, 2, 16, 777, 256)), load_pretrained('nano')[1], folder/'model')
+    write_lines(shipped('train')[:8] + shipped('train')[-8:], folder/'data.txt')
+    return folder
+
+
+def rank_of(process):
+    "The rank that torchrun gave a process; None for others."
+    try:
+        found = re.search(rb'\0RANK=(\d+)\0', Path(f'/proc/{process}/environ').read_bytes())
+        return found and int(found[1])
+    except OSError:
+        return None
+
+
+@pytest.mark.skipif(not Path('/proc/self/environ').exists(), reason='finds the processes in /proc')
+@pytest.mark.parametrize('victim', [0, 1])
+def test_a_killed_rank_ends_the_run_and_one_process_goes_on(small, victim, tmp_path, capsys):
+    folder, flags = tmp_path/'run', {'--model': small/'model', '--data': small/'data.txt', '--batch-positions': 4, '--group-size': 2, '--eval-policy': 0,
+                                     '--eval-env': 0, '--max-new-tokens': 6, '--device': 'cpu', '--mix-env-ratio': .5, '--rank-timeout': 30}
+    words = ['train', *(str(word) for pair in flags.items() for word in pair), '--output-dir', str(folder)]
+    started = launch(2, '-m', 'rookworld_nb.cli', *words, '--steps', 100000, '--save-every', 2)
+    try:
+        while not (folder/'checkpoint-4').exists():
+            assert started.poll() is None, started.communicate()[1]
+            time.sleep(.05)
+        children = Path(f'/proc/{started.pid}/task/{started.pid}/children').read_text().split()
+        os.kill(next(int(child) for child in children if rank_of(child) == victim), signal.SIGKILL)
+        killed = time.monotonic()
+    except BaseException:
+        started.kill()
+        raise
+    code, said = ended(started)
+    assert code != 0 and time.monotonic() - killed < 90
+    spoken = [line for line in said.splitlines() if 'rookworld train:' in line]
+    assert len(spoken) == 1 and 'another process' in spoken[0] and '--resume' in spoken[0]
+    newest = max(folder.glob('checkpoint-*'), key=lambda path: int(path.name[11:]))
+    step = read_checkpoint(newest)['trainer']['step']
+    load_pretrained(str(newest))
+    assert (folder/'final_checkpoint'/'model.safetensors').exists() == (victim == 1)    # rank 0 alone writes
+    assert cli.main(['train', '--resume', '--output-dir', str(folder), '--steps', str(step + 3)]) == 0
+    rows = metric_rows(folder/'metrics.jsonl')
+    assert [row['step'] for row in rows] == [*range(1, step + 4)]
+    assert json.loads((folder/'config.json').read_text())['steps'] == step + 3
+
+
+def test_a_run_begun_alone_goes_on_with_two(small, tmp_path):
+    words = ['train', '--model', small/'model', '--data', small/'data.txt', '--batch-positions', 4, '--group-size', 2, '--eval-policy', 0,
+             '--eval-env', 0, '--max-new-tokens', 6, '--device', 'cpu', '--lr-schedule', 'constant', '--warmup-steps', 0, '--save-every', 2]
+    words = [*map(str, words)]
+    for name, steps in (('whole', 4), ('parts', 2)):
+        assert cli.main([*words, '--output-dir', str(tmp_path/name), '--steps', str(steps)]) == 0
+    code, said = ended(launch(2, '-m', 'rookworld_nb.cli', 'train', '--resume', '--output-dir', tmp_path/'parts', '--steps', 4))
+    assert code == 0 and said.count('First-update') == 0, said
+    whole, parts = (metric_rows(tmp_path/name/'metrics.jsonl') for name in ('whole', 'parts'))
+    for mine, other in zip(whole, parts, strict=True): assert numbers(other) == pytest.approx(numbers(mine), abs=1e-5, rel=1e-3, nan_ok=True)
