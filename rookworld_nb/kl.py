@@ -77,8 +77,8 @@ def reweight_kl(
     kl:Tensor,       # (B, T) per-token KL, nats
     ratio:Tensor,    # (B, T) or (B, 1) pi / pi_old of the policy term, with its graph
     estimator:str,   # the one that made `kl`: kl1 | kl2 | kl3 | forward | reverse | symmetric
-)->Tensor:           # (B, T) nats; its mean over tokens sampled from pi_old has the gradient of KL(pi || ref)
-    "Multiply a sampled estimate by the importance ratio, so that its expected gradient is that of KL(pi || ref)."
+)->Tensor:           # (B, T) nats; if ratio is (B, T), its mean gradient over pi_old is that of KL(pi || ref)
+    "Multiply a sampled estimate by the importance ratio; that of each token makes the gradient that of KL(pi || ref)."
     check_option('kl_estimator', estimator, KL_ESTIMATORS)
     if estimator in EXACT_KL: return kl
     return kl * (ratio.detach() if estimator == 'kl2' else ratio)

@@ -300,7 +300,7 @@ class KVCache:
         self,
         rows: Tensor, # (n,) int64 indices into the present rows, or (N,) bool: those to keep, in order
     ) -> None:
-        'The other rows leave the batch and cost nothing further.'
+        'The other rows leave the batch; what stays is an empty slot each in the products with the prompts.'
         if rows.dtype == torch.bool: self.n_slots, rows = self.n_slots or len(rows), rows.nonzero().squeeze(1)
         for layer in range(len(self.keys)):
             for store in (self.keys, self.values):

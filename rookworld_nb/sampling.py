@@ -61,7 +61,7 @@ def repack(
     cache: KVCache,   # holds the N rows that are left; its slots are set anew
     owners: Tensor,   # (N,) ascending, which of the B prompts each row continues
 ) -> tuple[Prefix, Tensor]: # the prompts still needed, and (N,) owners among them
-    'Close the gaps that ended rows left: as few slots per prompt as possible, and no prompt without rows.'
+    'Close the gaps that ended rows left: as few slots per prompt as possible; drop idle prompts from a quarter on.'
     counts = owners.bincount(minlength=len(prefix.lengths))
     kept = counts.nonzero().squeeze(1)
     if len(kept) <= 0.75*len(counts):  # otherwise copying the rest costs more than it saves
@@ -79,11 +79,11 @@ def repack(
 def decode(
     model: GPT,          # decodes one token for all rows at a time
     prefix: Prefix,      # the B prompts, read
-    noise: Tensor,       # (T, N) uniform in [0, 1), N = B*group_size, T the most tokens per row
+    noise: Tensor,       # (L, N) uniform in [0, 1), N = B*group_size, L the most tokens per row
     temperature: float,  # >= 0; 0 is greedy
     end_id: int,         # a row leaves with its first one
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]: # per step, each (n,) for the n rows alive: rows, ids, log-probabilities
-    'Token by token; a row that has ended leaves the batch and costs nothing further.'
+    'Token by token; a row that has ended leaves the batch and is computed no further.'
     limit, n_rows = noise.shape
     rows, cache = torch.arange(n_rows, device=noise.device), KVCache(limit)
     owners = rows // (n_rows//len(prefix.lengths))

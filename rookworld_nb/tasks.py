@@ -138,7 +138,7 @@ class PolicyAnswer:
 
     @property
     def well_formed(self)->bool:
-        "Whether the answer has the form that is rewarded: two to five moves."
+        "Whether the answer has the form that is rewarded in full: two to five moves."
         return self.has_form(min_moves=2)
 
 # %% ../nbs/02_tasks.ipynb #7afcc5f1

@@ -12,7 +12,7 @@ from torch.testing import assert_close
 from rookworld_nb.grpo import (BASELINES, IMPORTANCE_LEVELS, LOSS_TYPES, REWARD_SCALES, BatchShapeError, EMATracker,
                                MissingInputError, adaptive_baseline, by_group, compute_advantages, count_items, gae, grpo_loss,
                                importance_ratio, place_rewards, policy_term, value_loss)
-from rookworld_nb.kl import EXACT_KL, SAMPLED_KL, SettingError, UnknownOptionError, exact_kl
+from rookworld_nb.kl import EXACT_KL, SAMPLED_KL, SettingError, UnknownOptionError, exact_kl, per_token_kl, reweight_kl
 
 EXACT = dict(atol=1e-9, rtol=1e-9)
 SEEDS = st.integers(0, 2**31 - 1)
@@ -428,6 +428,27 @@ def test_the_tracker_resumes_and_a_bad_batch_does_not_poison_it():
 
 
 # ---------------------------------------------------------------- ratios, rewards of tokens, critic
+
+@pytest.mark.parametrize('estimator', SAMPLED_KL)
+def test_only_ratios_of_tokens_make_the_gradient_that_of_the_kl(estimator):
+    "All completions of four tokens from a table of logits: of a sequence's ratio only one n-th of the correction arrives."
+    size, (start, reference) = 4, torch.randn(2, 4, 3, generator=rng(0), dtype=torch.float64).log_softmax(-1)
+    every = torch.tensor(list(itertools.product(range(3), repeat=size)))
+    mask, chance = torch.ones_like(every, dtype=torch.bool), start[torch.arange(size), every].sum(1).exp()
+
+    def gradient(level):
+        logits = start.clone().requires_grad_()
+        logprobs = logits.log_softmax(-1)[torch.arange(size), every]
+        kl = per_token_kl(logprobs, reference[torch.arange(size), every], estimator)
+        if level: kl = reweight_kl(kl, importance_ratio(logprobs, logprobs.detach(), mask, level), estimator)
+        return torch.autograd.grad(chance @ kl.sum(1), logits)[0]
+
+    logits = start.clone().requires_grad_()
+    exact = torch.autograd.grad(exact_kl(logits.unsqueeze(0), reference.unsqueeze(0)).sum(), logits)[0]
+    assert_close(gradient('token'), exact, **EXACT)
+    share = 1 if estimator == 'kl2' else 1/size
+    assert_close(gradient('sequence'), gradient(None) + share*(exact - gradient(None)), **EXACT)
+
 
 def test_the_sequence_ratio_is_the_geometric_mean_over_active_tokens():
     batch = make_batch(6)

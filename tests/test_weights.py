@@ -532,6 +532,16 @@ def test_cutting_and_padding_are_switched_off(ours):
     assert load_pretrained(ours[0])[1].encode('w2 w3 w4').ids == [2, 3, 4]
 
 
+def test_cutting_and_padding_are_not_saved_and_the_tokenizer_keeps_them(tmp_path):
+    tokenizer = word_tokenizer()
+    tokenizer.enable_truncation(2)
+    tokenizer.enable_padding(length=8)
+    folder = save_pretrained(GPT(CFG), tokenizer, tmp_path/'x')
+    stored = Tokenizer.from_file(str(folder/'tokenizer.json'))
+    assert stored.encode('w2 w3 w4').ids == [2, 3, 4]
+    assert tokenizer.truncation['max_length'] == 2 and tokenizer.padding['length'] == 8
+
+
 @pytest.mark.parametrize('content', ['', '{}', 'no json'])
 def test_an_unreadable_tokenizer_is_named(ours, content):
     (ours[0]/'tokenizer.json').write_text(content)
