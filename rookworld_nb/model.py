@@ -347,10 +347,9 @@ def attend_after(
     if bias is not None: to_prompt += bias
     to_own = q @ k.transpose(-1, -2)                                                      # (N, H, T, S)
     if T > 1: to_own += causal_bias(T, S, to_own.dtype, to_own.device)
-    weights = torch.cat([ungrouped(to_prompt, T, rows), to_own], -1).softmax(-1)          # (N, H, T, Tp+S)
-    on_prompt, on_own = weights.split((Tp, S), -1)
-    from_prompt = grouped(on_prompt, B, rows, n_slots) @ prompt_v                         # (B, H, G*T, d)
-    return ungrouped(from_prompt, T, rows) + on_own @ v
+    scores = torch.cat([to_prompt, grouped(to_own, B, rows, n_slots)], -1)                # (B, H, G*T, Tp+S)
+    on_prompt, on_own = scores.softmax(-1).split((Tp, S), -1)  # regroup the own, smaller part, not the prompt's
+    return ungrouped(on_prompt @ prompt_v, T, rows) + ungrouped(on_own, T, rows) @ v
 
 # %% ../nbs/00_gpt2.ipynb #530da154
 def continuing(
