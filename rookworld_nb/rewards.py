@@ -526,8 +526,8 @@ class RewardScorer:
         cfg: RewardConfig | None = None, # weights, shaping and the rest; None is the default
         engine: Analyser | None = None,  # answers for P: prompts that bring no target
     ) -> None:
-        self.cfg, self.engine, self.step = cfg or RewardConfig(), engine, 0
-        self.patient = engine and PatientEngine(engine)
+        self.cfg, self.step = cfg or RewardConfig(), 0
+        self.engine, self.patient = engine, engine and PatientEngine(engine)
         self.norms = {task: RunningNorm(self.cfg.normalize_momentum, self.cfg.normalize_floor) for task in PARTS}
 
     def __call__(
@@ -539,8 +539,7 @@ class RewardScorer:
         """Find every truth, score every completion, count the call."""
         truths = find_truths(prompts, completions, targets, self.patient)
         judged = [None if truth is None else judge(text, truth, self.cfg) for text, truth in zip(completions, truths)]
-        components = component_table(judged, self.cfg, self.step)
-        self.step += 1
+        components, self.step = component_table(judged, self.cfg, self.step), self.step + 1
         return Scores(final_rewards(components, self.norms if self.cfg.normalize else {}), components)
 
     def for_evaluation(self) -> 'RewardScorer':
