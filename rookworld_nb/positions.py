@@ -159,7 +159,7 @@ def _shipped(name: str) -> tuple[Sample, ...]:
 
 
 def shipped(
-    name: str,  # 'train', 'heldout' or 'stress', which holds A: lines with rare moves alone
+    name: str,  # 'train', 'heldout' or 'stress', A: lines alone with seven kinds of move in equal numbers
 ) -> list[Sample]:  # the samples in file order
     "Samples that come with the package: engine-labelled P: lines and rule-labelled A: lines."
     if name not in SHIPPED:

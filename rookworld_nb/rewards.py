@@ -8,8 +8,8 @@ __all__ = ['Shaping', 'Scaling', 'RANGES', 'POSITIVE', 'PARTS', 'SETTINGS', 'COL
            'policy_format', 'candidates_score', 'evals_score', 'best_score', 'env_scores', 'Judged', 'read_policy',
            'read_env', 'judge_policy', 'judge_env', 'judge', 'ladder_rung', 'shape_reward', 'MissingTarget',
            'BadTarget', 'Analyser', 'prompt_position', 'stored_truth', 'rules_truth', 'engine_truth', 'find_truth',
-           'RunningNorm', 'final_rewards', 'blend_shares', 'component_row', 'component_table', 'Scores', 'judge_rows',
-           'find_truths', 'RewardScorer']
+           'RunningNorm', 'final_rewards', 'blend_shares', 'component_row', 'component_table', 'EngineSilent',
+           'PatientEngine', 'Scores', 'find_truths', 'judge_rows', 'RewardScorer']
 
 # %% ../nbs/05_rewards.ipynb #b4f48dd3
 import logging
@@ -59,9 +59,9 @@ class RewardConfig:
     illegal_cost: float = 0.5                 # P: what an illegal or repeated candidate takes away, in matched moves
     legal_credit: float = 0.0                 # P: what a legal move outside the engine's set adds, in matched moves
     eval_tolerance: float = 0.5               # P: win-probability error at which an evaluation earns nothing
-    best_floor: float = 0.2                   # P: credit of a listed move that throws everything away
+    best_floor: float = 0.2                   # P: credit of an engine's move that throws everything away
     best_loss_scale: float = 0.1              # P: win-probability lost at which the credit above the floor falls to 1/e
-    unlisted_share: float = 0.5               # P: credit of a legal unlisted best move, share of the worst listed's
+    unlisted_share: float = 0.5               # P: credit of another legal best move, share of the engine's worst move's
     reward_tolerance: float = 0.01            # A: largest accepted error of the environment's reward, exclusive
     reward_warmup_steps: int = 0              # scorer calls over which content is blended in after structure; 0 is off
     normalize: bool = False                   # divide rewards by a running standard deviation, per task
@@ -145,7 +145,7 @@ def candidates_score(
     truth: PolicyTruth,   # the position's facts
     cfg: RewardConfig,    # illegal_cost, legal_credit
 ) -> float:               # in [0, 1]
-    """Share of the engine's moves that were listed, less what illegal and repeated moves cost."""
+    """Share of the engine's moves that were written, less what illegal and repeated moves cost."""
     listed = answer.moves[:MAX_MOVES]
     legal = truth.legal.intersection(listed)
     hits = len(truth.pawns.keys() & legal)
@@ -456,11 +456,67 @@ def component_table(
     return pd.DataFrame.from_records(rows, columns=COLUMNS)
 
 # %% ../nbs/05_rewards.ipynb #38a8ea3e
+logger = logging.getLogger(__name__)
+PATIENCE = 8  # questions in a row without an answer, over however many batches
+
+
+class EngineSilent(EngineError):
+    """The engine left `PATIENCE` questions in a row without an answer."""
+
+
+class PatientEngine:
+    """An engine that may fail on a question, but not on `PATIENCE` of them in a row."""
+
+    def __init__(
+        self,
+        engine: Analyser, # whose failures are counted
+    ) -> None:
+        self.engine, self.failures = engine, 0
+
+    def analyse(
+        self,
+        fen: str, # position, side to move included
+    ) -> Sequence[Candidate]: # what the engine says, best first
+        """Ask the engine; an answer forgets the failures before it."""
+        try:
+            answer = self.engine.analyse(fen)
+        except EngineError as error:
+            self.failures += 1
+            if self.failures < PATIENCE:
+                raise
+            raise EngineSilent(f'no answer to {self.failures} questions in a row, the last: {error}') from error
+        self.failures = 0
+        return answer
+
+
 @dataclass(frozen=True)
 class Scores:
     """Rewards for the optimiser, and the table that says where they come from."""
     rewards: Tensor          # (B,) float32, normalised if the configuration says so
     components: pd.DataFrame # B rows: task, scaled scores (NaN for the other task's), raw, reward before normalisation
+
+# %% ../nbs/05_rewards.ipynb #74e23d07
+def find_truths(
+    prompts: Sequence[str],              # B prompts
+    completions: Sequence[str],          # B texts, only counted
+    targets: Sequence[str | None] | None,# B perfect completions, None where there is none
+    engine: Analyser | None,             # asked for P: prompts without a target
+) -> list[PolicyTruth | EnvStep | None]: # one per completion; None where the engine failed on that prompt alone
+    """Find what is right for every completion, each prompt once, before anything is scored."""
+    targets = [None]*len(prompts) if targets is None else targets
+    if not len(prompts) == len(completions) == len(targets):
+        raise BadTarget(f'{len(prompts)} prompts, {len(completions)} completions and {len(targets)} targets; '
+                        'give as many of each')
+    pairs, truths = list(zip(prompts, targets)), {}
+    for pair in dict.fromkeys(pairs):
+        try:
+            truths[pair] = find_truth(*pair, engine)
+        except EngineSilent:
+            raise
+        except EngineError as error:
+            logger.warning('%r is not judged: %s', pair[0], error)
+            truths[pair] = None
+    return [truths[pair] for pair in pairs]
 
 
 def judge_rows(
@@ -474,36 +530,7 @@ def judge_rows(
     truths = find_truths(prompts, completions, targets, engine)
     return [None if truth is None else judge(text, truth, cfg) for text, truth in zip(completions, truths)]
 
-# %% ../nbs/05_rewards.ipynb #06f1a995
-logger = logging.getLogger(__name__)
-PATIENCE = 8  # questions in one batch without a single answer
-
-
-def find_truths(
-    prompts: Sequence[str],              # B prompts
-    completions: Sequence[str],          # B texts, only counted
-    targets: Sequence[str | None] | None,# B perfect completions, None where there is none
-    engine: Analyser | None,             # asked for P: prompts without a target
-) -> list[PolicyTruth | EnvStep | None]: # one per completion; None where the engine failed on that prompt alone
-    """Find what is right for every completion, each prompt once, before anything is scored."""
-    targets = [None]*len(prompts) if targets is None else targets
-    if not len(prompts) == len(completions) == len(targets):
-        raise BadTarget(f'{len(prompts)} prompts, {len(completions)} completions and {len(targets)} targets; '
-                        'give as many of each')
-    pairs, truths, answers, failures = list(zip(prompts, targets)), {}, 0, 0
-    for pair in dict.fromkeys(pairs):
-        try:
-            truths[pair] = find_truth(*pair, engine)
-            answers += pair[1] is None and isinstance(truths[pair], PolicyTruth)
-        except EngineError as error:
-            failures += 1
-            if failures >= PATIENCE and not answers:
-                raise
-            logger.warning('%r is not judged: %s', pair[0], error)
-            truths[pair] = None
-    return [truths[pair] for pair in pairs]
-
-# %% ../nbs/05_rewards.ipynb #e474faaa
+# %% ../nbs/05_rewards.ipynb #6a108510
 class RewardScorer:
     """Score completions against stored targets, the rules and an engine."""
     def __init__(
@@ -512,7 +539,8 @@ class RewardScorer:
         engine: Analyser | None = None,  # answers for P: prompts that bring no target
         spread: Callable[..., list] = lambda judge, *columns: judge(*columns), # who judges which rows
     ) -> None:
-        self.cfg, self.engine, self.step, self.spread = cfg or RewardConfig(), engine, 0, spread
+        self.cfg, self.step, self.spread = cfg or RewardConfig(), 0, spread
+        self.engine, self.patient = engine, engine and PatientEngine(engine)
         self.norms = {task: RunningNorm(self.cfg.normalize_momentum, self.cfg.normalize_floor) for task in PARTS}
 
     def __call__(
@@ -522,9 +550,8 @@ class RewardScorer:
         targets: Sequence[str | None] | None = None, # B perfect completions, None where there is none
     ) -> Scores:                                     # rewards (B,) and the table of components
         """Find every truth, score every completion, count the call."""
-        judged = self.spread(partial(judge_rows, self.engine, self.cfg), prompts, completions, targets)
-        components = component_table(judged, self.cfg, self.step)
-        self.step += 1
+        judged = self.spread(partial(judge_rows, self.patient, self.cfg), prompts, completions, targets)
+        components, self.step = component_table(judged, self.cfg, self.step), self.step + 1
         return Scores(final_rewards(components, self.norms if self.cfg.normalize else {}), components)
 
     def for_evaluation(self) -> 'RewardScorer':

@@ -63,7 +63,7 @@ class EnvStep(NamedTuple):
 def env_step(
     fen:str,                    # FEN of a possible position
     uci:str,                    # the move, any text
-    history:Sequence[str]=(),   # plies before; shown to the model, decides nothing (no repetition rule)
+    history:Sequence[str]=(),   # as in `env_prompt`, the current move last; taken for the same call, decides nothing
 )->EnvStep:                     # next position, reward, flags
     "Play one move by the rules of chess."
     if uci not in legal_moves(fen): return EnvStep(fen, ILLEGAL_REWARD, False, True)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from rookworld_nb.positions import shipped
-from rookworld_nb.rewards import (BadTarget, MissingTarget, PolicyTruth, RewardConfig, RewardConfigError, RewardScorer,
+from rookworld_nb.rewards import (BadTarget, EngineSilent, MissingTarget, PolicyTruth, RewardConfig, RewardConfigError, RewardScorer,
                                   RunningNorm, Scaling, Shaping, blend_shares, env_scores, evals_score, candidates_score,
                                   judge_policy, scale_score)
 from rookworld_nb.rules import Candidate, EngineError, EngineNotFound, Stockfish, env_step, find_stockfish, legal_moves
@@ -436,15 +436,56 @@ def test_what_the_engine_fails_on_is_left_unjudged_and_the_rest_is_as_ever(norma
     assert caplog.text.count('is not judged') == 2
 
 
-def test_an_engine_that_never_answers_ends_the_run():
+def prompts_in_batches(engine, samples, size, targets=None):
+    "One scorer over batch after batch, as a run asks it."
+    scorer = RewardScorer(RewardConfig(), engine)
+    return [scorer([s.prompt for s in samples[i:i + size]], ['']*size, targets) for i in range(0, len(samples), size)]
+
+
+@pytest.mark.parametrize('size', [1, 2, 3, 4, 6, 12])
+def test_an_engine_that_never_answers_ends_the_run_whatever_the_batches(size):
     samples, answers = positions_with_answers(12)
     engine = Failing(answers, lambda fen: True)
-    with pytest.raises(EngineError, match='failed twice'):
-        RewardScorer(RewardConfig(), engine)([s.prompt for s in samples], [''] * 12)
-    assert engine.asked == 8
+    with pytest.raises(EngineSilent, match='8 questions in a row.*failed twice') as caught:
+        prompts_in_batches(engine, samples, size)
+    assert engine.asked == 8 and isinstance(caught.value, EngineError)
 
 
-def test_one_answer_is_enough_to_go_on():
-    samples, answers = positions_with_answers(12)
-    scores = RewardScorer(RewardConfig(), Failing(answers, lambda fen: fen != samples[3].fen))([s.prompt for s in samples], [''] * 12)
-    assert scores.components['raw'].isna().sum() == 11
+@pytest.mark.parametrize('size', [1, 2, 3, 6, 12])
+def test_an_engine_that_dies_after_many_answers_ends_the_run_too(size):
+    samples, answers = positions_with_answers(24)
+    alive = {s.fen for s in samples[:12]}
+    engine = Failing(answers, lambda fen: fen not in alive)
+    with pytest.raises(EngineSilent):
+        prompts_in_batches(engine, samples, size)
+    assert engine.asked == 20
+
+
+@pytest.mark.parametrize('size', [1, 3, 12])
+def test_any_answer_is_enough_to_go_on(size):
+    samples, answers = positions_with_answers(24)
+    answered = {samples[7].fen, samples[15].fen, samples[23].fen}
+    scores = prompts_in_batches(Failing(answers, lambda fen: fen not in answered), samples, size)
+    assert sum(part.components['raw'].isna().sum() for part in scores) == 21
+
+
+def test_stored_targets_neither_ask_nor_forget():
+    samples, answers = positions_with_answers(24)
+    engine = Failing(answers, lambda fen: True)
+    scorer = RewardScorer(RewardConfig(), engine)
+    with pytest.raises(EngineSilent):
+        for i in range(0, 24, 3):
+            batch = samples[i:i + 3]
+            scorer([s.prompt for s in batch], ['']*3, [batch[0].completion, batch[1].completion, None])
+    assert engine.asked == 8 and scorer.step == 7
+
+
+def test_who_is_examined_does_not_use_up_the_patience_of_the_run():
+    samples, answers = positions_with_answers(8)
+    engine = Failing(answers, lambda fen: True)
+    scorer = RewardScorer(RewardConfig(), engine)
+    for sample in samples[:7]:
+        scorer([sample.prompt], [''])
+    assert scorer.for_evaluation()([samples[7].prompt], ['']).components['raw'].isna().all()
+    with pytest.raises(EngineSilent):
+        scorer([samples[7].prompt], [''])

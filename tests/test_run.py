@@ -18,6 +18,7 @@ import transformers
 
 from rookworld_nb.monitor import read_metrics
 from rookworld_nb.positions import shipped, write_lines
+from rookworld_nb.rewards import EngineSilent
 from rookworld_nb.rules import EngineNotFound, Stockfish, fen_key, find_stockfish
 from rookworld_nb.run import (BY_SIZE, PRESETS, CheckpointError, Run, RunError, TrainConfig, checkpoints_of, closing_table, heldout_samples, newest_checkpoint,
                               read_checkpoint, read_events, resumed_config, train, training_samples)
@@ -140,6 +141,18 @@ def test_a_live_engine_can_judge(tmp_path):
     run = Run(replace(SHORT, stockfish_path=find_stockfish(), output_dir=str(tmp_path/'live'), mix_env_ratio=0., eval_policy=0, eval_env=0))
     assert isinstance(run.scorer.engine, Stockfish) and not any(sample.completion for sample in run.samples if sample.task == 'P')
     assert next(run.steps())['reward'] != 0
+
+
+def test_a_live_engine_that_is_dead_ends_the_run_even_in_small_batches(tmp_path):
+    dead = tmp_path/'engine'
+    dead.write_text('#!/bin/sh\nexit 1\n')
+    dead.chmod(0o755)
+    run = Run(replace(SHORT, stockfish_path=str(dead), output_dir=str(tmp_path/'run'), mix_env_ratio=0., eval_policy=0, eval_env=0,
+                      batch_positions=3, group_size=2, replays=1, steps=20, max_new_tokens=8))
+    with pytest.raises(EngineSilent, match='8 questions in a row'):
+        list(run.steps())
+    rows = read_metrics(run.folder)
+    assert rows['completions/unjudged'].tolist() == [1.]*len(rows) and len(rows) <= 2  # the third batch asks the eighth question
 
 
 # killed and gone on with
