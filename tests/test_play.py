@@ -172,7 +172,6 @@ def test_a_repetition_ends_the_game_when_it_is_there_and_not_when_it_could_come(
     assert board.can_claim_threefold_repetition() and not board.is_repetition(3)    # the move g8h8 would repeat
     game = Game(Scripted('g8g1'), chess.WHITE, board=board)                         # and Black mates or wins instead
     assert not game.over and game.board.ply() == 8 and game.words().startswith('g8g1')
-    board.push_uci('g8h8') if board.turn == chess.BLACK else None
     white, black = (stubborn_line(SHUFFLE[start::2]*3) for start in (0, 1))
     thoughts = play_game(white, black, fen=ROOKS)
     assert len(thoughts) == 8 and [thought.move for thought in thoughts] == [*SHUFFLE*2]
