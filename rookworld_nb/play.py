@@ -108,8 +108,7 @@ class Encounter:
     def words(self) -> str: # one line
         """How things stand."""
         if self.over:
-            outcome = self.board.outcome()
-            winner = outcome.winner if outcome else None
+            winner = getattr(self.board.outcome(), 'winner', None)
             won = {None: 'a draw', self.colour: 'you win'}.get(winner, 'the model wins')
             return f'{game_end(self.board).replace("_", " ")}: {won}'
         if not self.thought: return 'your move'
