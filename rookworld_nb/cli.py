@@ -463,7 +463,7 @@ def evaluation_samples(
 
 
 SUITES = {'policy': 'P', 'env': 'A', 'stress': 'A'}  # suites of prompts with targets
-Suites = tuple[Literal['policy', 'env', 'stress', 'mate', 'puzzles', 'selfplay', 'stockfish'], ...]
+Suites = tuple[Literal['policy', 'env', 'stress', 'mate', 'tactics', 'puzzles', 'selfplay', 'stockfish'], ...]
 
 
 def examine(
@@ -491,14 +491,15 @@ def suite_puzzles(
     limit: int | None,       # at most so many puzzles of each suite, from the start; None: all
 ) -> dict[str, list]:        # suite -> its puzzles
     "The puzzles that were asked for."
-    from rookworld_nb.suites import read_puzzles, shipped_mates
+    from rookworld_nb.suites import read_puzzles, shipped_puzzles
     lines = {'policy', 'env'} & {*suite}
     if 'puzzles' in suite and (data is None or lines):
         raise UsageError('--suite puzzles: needs --data, a Lichess CSV, EPD or BIG-bench file, and policy and env, '
                          'which read other files, in a command of their own')
     if data is not None and not lines and 'puzzles' not in suite:
         raise UsageError(f'--data {data}: of --suite {",".join(suite)} none reads a file')
-    readers = {'mate': shipped_mates, 'puzzles': lambda: read_puzzles(data)}
+    readers = {'mate': lambda: shipped_puzzles('mates'), 'tactics': lambda: shipped_puzzles('tactics'),
+               'puzzles': lambda: read_puzzles(data)}
     return {name: readers[name]()[:limit] for name in suite if name in readers}
 
 

@@ -26,6 +26,7 @@ import pandas as pd
 from IPython.display import display
 
 from .monitor import BLUE, LIGHT_COLOURS, MUTED, ORANGE, Curves, Light, Picture, Rows, overall
+from .rewards import PolicyTruth, read_env, read_policy
 from .rules import InvalidFen, env_step, legal_moves
 from .tasks import EnvAnswer, PolicyAnswer, is_fen, is_uci, parse_env, parse_policy
 
@@ -122,7 +123,7 @@ class Progress:
         if self.recent: self.recent = deque([(self.clock(), self.step)], self.recent.maxlen)
 
     def text(self,
-        halt:str='', # 'Stopped' or 'Paused' where somebody asked for it
+        halt:str='', # 'Stopped' or 'Paused' where somebody asked for it, 'Ended' where the run ended by itself
     ) -> str:        # one line
         """Where the run stands, and how long it will take."""
         if not self.step: return f'{halt} before the first step' if halt else 'Waiting for the first step'
@@ -204,18 +205,23 @@ def policy_diagram(
     answer:PolicyAnswer,           # the model's
     target:PolicyAnswer|None=None, # the engine's, where it is known
     title:str='policy',            # above the board
+    played:str|None=None,          # what was played, which an illegal best move is not; None: nothing is said of it
 )->Diagram:
-    """What a policy answer means in a position."""
-    legal, engine = legal_moves(fen), target.best if target else None
+    """What a policy answer means in a position; the engine's best moves are those with its highest evaluation."""
+    known = target is not None and target.moves and len(target.moves) == len(target.evals)
+    legal, engine = legal_moves(fen), PolicyTruth.make(fen, target.moves, target.evals).best if known else ()
     moves = ranked(answer) + ([(answer.best, None)] if answer.best and answer.best not in answer.moves else [])
     arrows = tuple((uci, (GREEN if uci in legal else RED) + FADE[min(rank, len(FADE) - 1)])
                    for rank, (uci, _) in enumerate(moves))
-    notes = [[uci, '' if pawns is None else f'{pawns:+.2f}', 'played' if uci == answer.best else '',
-              '' if uci in legal else 'illegal', "engine's best" if uci == engine else ''] for uci, pawns in moves]
+    notes = [[uci, '' if pawns is None else f'{pawns:+.2f}', 'its best' if uci == answer.best else '',
+              'played' if uci == played else '', '' if uci in legal else 'illegal',
+              "engine's best" if uci in engine else ''] for uci, pawns in moves]
     lines = [(f'{rank}. ' + ' · '.join(filter(None, note)), 'illegal' in note) for rank, note in enumerate(notes, 1)]
-    if not answer.best: lines.append(('no move is played', True))
-    if engine and engine not in [uci for uci, _ in moves]: lines.append((f"{engine} engine's best", False))
-    squares = tuple((square, SKY) for square in (engine[:2], engine[2:4])) if engine else ()
+    if not answer.best: lines.append(('no best move', True))
+    named = {uci for uci, _ in moves} | {None}
+    lines += [(f"{uci} engine's best", False) for uci in sorted({*engine} - named)]
+    if played not in named: lines.append((f'{played} · played', False))
+    squares = tuple((square, SKY) for square in sorted({part for uci in engine for part in (uci[:2], uci[2:4])}))
     return Diagram(title, fen, fen.split()[1] == 'w', arrows, squares, tuple(lines))
 
 # %% ../nbs/16_dashboard.ipynb #0676afec
@@ -244,6 +250,7 @@ def env_diagrams(
             'illegal': (answer.truncated, truth.truncated)}
     if answer.new_fen:
         told = {'rest of the FEN': tuple(step.new_fen.partition(' ')[2] for step in (answer, truth))} | told
+    if answer.reward is not None and abs(answer.reward - truth.reward) < .01: del told['reward']    # as it is paid
     lines += [(f'{name}: {said}, not {true}', True) for name, (said, true) in told.items() if said != true]
     happened = 'is illegal: the position stays' if truth.truncated else f'is played, reward {truth.reward:g}'
     note = f'{uci} {happened}', False
@@ -283,9 +290,9 @@ def row_diagrams(
     if not asked.fen or not is_fen(asked.fen, strict=True): return []
     try:
         if row['task'] == 'A':
-            return env_diagrams(asked.fen, asked.uci or '', parse_env(completion), f'environment, {reward}')
+            return env_diagrams(asked.fen, asked.uci or '', read_env(completion), f'environment, {reward}')
         best = parse_policy(target) if isinstance(target, str) else None
-        return [policy_diagram(asked.fen, parse_policy(completion), best, f'policy, {reward}')]
+        return [policy_diagram(asked.fen, read_policy(completion), best, f'policy, {reward}')]
     except InvalidFen: return []
 
 
@@ -414,7 +421,8 @@ class Controls:
         self,
         levers:Mapping[str,float]={}, # of the run, keys of LEVERS; a slider for each
     ) -> None:
-        self.wishes, self.answers, self.stopped, self.paused = deque(), deque(maxlen=3), False, False
+        self.wishes, self.answers = deque(), deque(maxlen=3)
+        self.stopped = self.paused = self.ended = False
         looks = {'pause': ('Pause', 'pause', 'Hold after this step; the run stays in memory'),
                  'checkpoint': ('Checkpoint', 'save', 'Write a checkpoint after this step'),
                  'stop': ('Stop', 'stop', 'End after this step; the final checkpoint is written')}
@@ -464,13 +472,14 @@ class Face(Controls):
         progress:Progress, # of the run
     ) -> None:
         """Refresh the cheap things: words, bar and light; the buttons too, once they have done their work."""
-        halt = 'Stopped' if self.stopped else 'Paused' if self.paused else ''
+        halt = 'Stopped' if self.stopped else 'Ended' if self.ended else 'Paused' if self.paused else ''
         self.status.value, self.bar.value = progress.text(halt), progress.step
         self.light.value = light_html(progress.light) if progress.step else ''
         self.pause.description, self.pause.icon = ('Resume', 'play') if self.paused else ('Pause', 'pause')
-        if self.stopped or progress.step >= progress.total:
-            self.stop.description, self.stop.button_style, self.stop.icon = halt or 'Done', '', ''
-            self.bar.style.bar_color = MUTED if self.stopped else LIGHT_COLOURS['green']
+        if (done := progress.step >= progress.total) or self.stopped or self.ended:
+            self.stop.description = 'Done' if done and not self.stopped else halt
+            self.stop.button_style = self.stop.icon = ''
+            self.bar.style.bar_color = LIGHT_COLOURS['green'] if done and not self.stopped else MUTED
             sliders = [lever.slider for lever in self.levers.values()]
             for each in (self.stop, self.pause, self.checkpoint, *sliders): each.disabled = True
 
@@ -539,7 +548,19 @@ class Dashboard(Showing):
             await asyncio.sleep(.02)
             while self.wishes:
                 name, value = self.wishes.popleft()
-                self.answers.append(fulfil(name, value))
+                self._tell(fulfil(name, value))
                 if name in self.levers: self.levers[name].follow(value)
-                self.news.value = '<br>'.join(map(escape, self.answers))
             if self.stopped or not self.paused: return not self.stopped
+
+    def end(
+        self,
+        reason:str='', # why the run ended, in words
+    ) -> None:
+        """Show a run that is over, whatever ended it, to its last row; call it after the loop."""
+        self.ended = True
+        if reason: self._tell(reason)
+        self._refresh(force=True)
+
+    def _tell(self, news:str) -> None:
+        self.answers.append(news)
+        self.news.value = '<br>'.join(map(escape, self.answers))

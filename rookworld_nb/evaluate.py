@@ -41,7 +41,7 @@ REWARD = Metric('reward', 'what the scorer pays, without curriculum and normalis
 MULTIPV = "the engine's five lines (UCI MultiPV)"
 POLICY_METRICS = {
     'reward': REWARD,
-    'parsed': Metric('share', 'moves, evaluations and best move could all be read', 'tasks notebook'),
+    'parsed': Metric('share', 'some move, some evaluation and a best move could be read', 'tasks notebook'),
     'right_count': Metric('share', 'exactly min(5, legal moves) moves, and as many evaluations', MULTIPV),
     'legal_fraction': Metric('share', 'legal moves among those listed, repeats included; 0 if none', 'rules of chess'),
     'distinct_legal': Metric('share', 'distinct legal moves listed over min(5, legal moves)', 'rules of chess'),
@@ -183,7 +183,7 @@ def metrics_table(
     scorer: RewardScorer | None = None,  # pays the reward column; None is the default configuration
 ) -> pd.DataFrame:                       # one row a completion, TABLE_COLUMNS; NaN for the other task's metrics
     """Measure given completions."""
-    if not samples or len(texts) % len(samples):
+    if not samples or not texts or len(texts) % len(samples):
         raise EvaluationError(f'{len(texts)} texts for {len(samples)} samples: give the same number for each sample')
     group = len(texts)//len(samples)
     asked = [sample for sample in samples for _ in range(group)]
@@ -287,7 +287,7 @@ def bootstrap_interval(
 
 
 def wilson_interval(
-    successes: int,       # how often it happened
+    successes: float,     # how often it happened; halves where draws or several samples are averaged
     trials: int,          # out of how many
     z: float = 1.96,      # normal quantile; 1.96 is 95 %
 ) -> tuple[float, float]: # lower and upper bound of the share
@@ -330,20 +330,22 @@ RECALL_COLUMNS = ['n', 'recall', 'low', 'high', 'state_exact', 'false_alarms']
 
 
 def recall_table(
-    table: pd.DataFrame, # one row a completion
-) -> pd.DataFrame:       # by true class: n, recall, low, high (Wilson 95 %), state_exact, false_alarms
+    table: pd.DataFrame, # one row a completion, of one temperature
+) -> pd.DataFrame:       # by true class: n prompts, recall, low, high (Wilson 95 %), state_exact, false_alarms
     """Task A by class: share with reward and flags right; false alarms call a plain move mate, draw or illegal."""
-    rows = table[table['task'] == 'A']
-    found = (rows['reward_correct'] == 1) & (rows['flags_correct'] == 1)
-    report = {}
+    rows = select_rows(table, 'A')
+    if rows['temperature'].nunique() > 1:
+        raise EvaluationError(f"recall needs rows of one temperature, not {rows['temperature'].nunique()}")
+    right = (rows['reward_correct'] == 1) & (rows['flags_correct'] == 1)
+    prompts = rows.assign(right=right, alarm=rows['predicted'].isin(OUTCOMES)).groupby('prompt')
+    answers, report = prompts[['right', 'alarm', 'state_exact']].mean(), {}
     for name in CLASSES:
-        mine = rows['truth'] == name
-        n, hits = int(mine.sum()), int((mine & found).sum())
-        if n:
-            low, high = wilson_interval(hits, n)
-            alarms = math.nan if name in OUTCOMES else rows['predicted'][mine].isin(OUTCOMES).mean()
-            report[name] = {'n': n, 'recall': hits/n, 'low': low, 'high': high,
-                            'state_exact': rows['state_exact'][mine].mean(), 'false_alarms': alarms}
+        mine = answers[prompts['truth'].first() == name]
+        if n := len(mine):
+            low, high = wilson_interval(mine['right'].sum(), n)
+            report[name] = {'n': n, 'recall': mine['right'].mean(), 'low': low, 'high': high,
+                            'state_exact': mine['state_exact'].mean(),
+                            'false_alarms': math.nan if name in OUTCOMES else mine['alarm'].mean()}
     return pd.DataFrame.from_dict(report, orient='index', columns=RECALL_COLUMNS)
 
 # %% ../nbs/14_evaluate.ipynb #3421550e
@@ -393,12 +395,13 @@ def compare(
     after: pd.DataFrame,             # the same prompts and temperatures
     chance: pd.Series | None = None, # chance line of the samples, adds a column
 ) -> pd.DataFrame:                   # by (task, temperature, metric): before, after, difference, standard_error, z, n
-    """The before/after table: every metric of both tasks, at every temperature."""
+    """The before/after table, every metric at every temperature; all means are over the n prompts with both values."""
     rows, settings = [], set(zip(before['task'], before['temperature']))
     for task, temperature in sorted(settings, key=lambda setting: (setting[0] != 'P', -setting[1])):
         for metric in METRICS[task]:
             change = paired_difference(before, after, metric, task, temperature)
-            means = [by_prompt(select_rows(each, task, temperature), metric).mean() for each in (before, after)]
+            values = [by_prompt(select_rows(each, task, temperature), metric) for each in (before, after)]
+            means = pd.concat(values, axis=1, join='inner', keys=('before', 'after')).mean()
             rows.append((task, temperature, metric, *means, *change))
     columns = ['task', 'temperature', 'metric', 'before', 'after', 'difference', 'standard_error', 'z', 'n']
     result = pd.DataFrame(rows, columns=columns).set_index(columns[:3])

@@ -19,9 +19,10 @@ from tokenizers import Tokenizer
 from .dashboard import Diagram, diagram_html, env_diagrams, policy_diagram
 from .evaluate import answer_budget, completions
 from .model import GPT
+from .rewards import read_env
 from .rules import legal_moves
-from .suites import LONGEST, Player, legal_choice, model_player
-from .tasks import EnvAnswer, PolicyAnswer, env_prompt, parse_env
+from .suites import LONGEST, Player, game_end, legal_choice, model_player
+from .tasks import EnvAnswer, PolicyAnswer, env_prompt
 
 # %% ../nbs/17_play.ipynb #e6316ce6
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ class Partner:
         """Ask what a move does."""
         plies = [each.uci() for each in (*board.move_stack, move)][-self.plies:]
         budget = answer_budget(self.tokenizer, [LONGEST['A']])
-        return parse_env(completions(self.model, self.tokenizer, [env_prompt(board.fen(), move.uci(), plies)], 1,
+        return read_env(completions(self.model, self.tokenizer, [env_prompt(board.fen(), move.uci(), plies)], 1,
                                      budget, 0., torch.Generator(), 1)[0])
 
 # %% ../nbs/17_play.ipynb #a57f9724
@@ -90,8 +91,8 @@ class Encounter:
 
     @property
     def over(self) -> bool:
-        """Whether the game has ended, repetition and fifty moves included."""
-        return self.board.is_game_over(claim_draw=True)
+        """Whether the game has ended; a threefold repetition counts when it is there, not when it could come."""
+        return bool(game_end(self.board))
 
     @property
     def first(self) -> chess.Color:
@@ -107,11 +108,11 @@ class Encounter:
     def words(self) -> str: # one line
         """How things stand."""
         if self.over:
-            outcome = self.board.outcome(claim_draw=True)
-            won = {None: 'a draw', self.colour: 'you win'}.get(outcome.winner, 'the model wins')
-            return f'{outcome.termination.name.lower().replace("_", " ")}: {won}'
+            winner = getattr(self.board.outcome(), 'winner', None)
+            won = {None: 'a draw', self.colour: 'you win'}.get(winner, 'the model wins')
+            return f'{game_end(self.board).replace("_", " ")}: {won}'
         if not self.thought: return 'your move'
-        said = {'best': 'its best move', 'listed': 'its best move was illegal, so the next of its list',
+        said = {'best': 'its best move', 'listed': 'no legal best move, so the first legal one of its list',
                 'random': 'no legal move in its answer, so a random one'}[self.thought.source]
         return f'{self.thought.move}, {said}' + (': check' if self.board.is_check() else '')
 
@@ -148,7 +149,7 @@ class Game(Encounter):
     def diagrams(self) -> list[Diagram]: # none before the first move
         """What the model thought, and where it saw the person's move lead."""
         last, found = self.thought, []
-        if last: found.append(policy_diagram(last.fen, last.answer, title='what it thought'))
+        if last: found.append(policy_diagram(last.fen, last.answer, title='what it thought', played=last.move))
         if self.step: found += env_diagrams(*self.step, title='your move, as it saw it')
         return [replace(diagram, white_below=self.colour) for diagram in found]
 
@@ -264,7 +265,7 @@ def play_game(
 )->list[Thought]:                 # one a ply
     """Let two players play a game."""
     board, rng, thoughts = chess.Board(fen), random.Random(f'{seed} game'), []
-    while len(thoughts) < max_plies and not board.is_game_over(claim_draw=True):
+    while len(thoughts) < max_plies and not game_end(board):
         thoughts.append(think(white if board.turn else black, board.fen(), rng))
         board.push_uci(thoughts[-1].move)
     return thoughts
@@ -294,11 +295,12 @@ class Replay:
         if ply < len(self.thoughts):
             thought = self.thoughts[ply]
             name = self.names[thought.fen.split()[1] == 'b']
-            diagram = policy_diagram(thought.fen, thought.answer, title=f'{name} plays {thought.move}')
+            diagram = policy_diagram(thought.fen, thought.answer, None, f'{name} plays {thought.move}', thought.move)
         else:
-            board = chess.Board(self.thoughts[-1].fen)
-            board.push_uci(self.thoughts[-1].move)
-            diagram = Diagram(f'after {ply} plies: {board.result(claim_draw=True)}', board.fen())
+            board = chess.Board(self.thoughts[0].fen)
+            for thought in self.thoughts: board.push_uci(thought.move)
+            result = '1/2-1/2' if game_end(board) and not board.is_checkmate() else board.result()
+            diagram = Diagram(f'after {ply} plies: {result}', board.fen())
         return replace(diagram, white_below=True)
 
     def show(self) -> None:

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['logger', 'BY_SIZE', 'SMALL', 'PRESETS', 'SUMS', 'PROFILES', 'FREE', 'SHOWN', 'RunError', 'PromptOptions',
            'RewardOptions', 'UpdateOptions', 'TrainConfig', 'nano', 'rtx4090', 'emergency', 'training_samples',
-           'heldout_samples', 'run_folder', 'torch_device', 'planned_work', 'run_summary', 'file_sum',
+           'heldout_samples', 'run_folder', 'torch_device', 'planned_work', 'run_summary', 'file_sum', 'force_to_disk',
            'write_checkpoint', 'CheckpointError', 'read_checkpoint', 'checkpoint_step', 'checkpoints_of',
            'newest_checkpoint', 'cut_logs', 'fingerprint', 'model_bytes', 'resumed_config', 'Assembly', 'trial_run',
            'memory_components', 'profile_batches', 'Setup', 'Examined', 'run_state', 'restore_run', 'Saving',
@@ -132,7 +132,7 @@ class UpdateOptions:
     kl_divergence_threshold: float | None = 0.5 # the policy has diverged where the mean KL is above, nats per token
     kl_tail_threshold: float | None = None # the same for the 95th percentile of the KL
     kl_spike_factor: float | None = None # the same for a KL so many times its running mean
-    max_recoveries: int = 3           # times a diverged run goes back to its last good state, at half the learning rate
+    max_recoveries: int = 3           # returns of a diverged run to its newest checkpoint, each at half the learning rate
     entropy_coef: float = 0.0         # weight of the entropy bonus
     use_gae: bool = False             # advantages of tokens from a value head instead of the group's
     gamma: float = 0.99               # of the advantages with --use-gae: discount per token
@@ -230,7 +230,7 @@ def rtx4090(
 def emergency(
     **changes: Any,  # fields of TrainConfig
 ) -> TrainConfig:
-    "A run that is hard to upset: small steps, used once, held close to the model that it starts from."
+    "A run that is hard to upset: small steps, used once, held close to its start; a folder counts as a large model."
     rate = BY_SIZE['small' if changes.get('model', 'nano') == 'nano' else 'large']['lr']/10
     return TrainConfig(**{'lr': rate, 'replays': 1, 'warmup_steps': 20, 'grad_clip': .5, 'clip_range': .1,
                           'kl_coef': .1, 'kl_control': 'adaptive', 'kl_target': .02,
@@ -357,6 +357,17 @@ def file_sum(
         return hashlib.file_digest(file, 'sha256').hexdigest()
 
 
+def force_to_disk(
+    path: Path,  # a file, or a folder: its list of names
+) -> None:
+    "Return when the disk has it, and not only the system's memory."
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+# %% ../nbs/18_run.ipynb #b1761b87
 def write_checkpoint(
     folder: Path,          # replaced if it is there
     model: GPT,            # the policy
@@ -365,8 +376,8 @@ def write_checkpoint(
     profiles: dict[str, Any] | None = None, # for memory_profiles.json; None: there are none
 ) -> None:
     "Write a checkpoint: the folder is there complete, or not at all."
-    aside = folder.with_name(f'.{folder.name}.part')
-    shutil.rmtree(aside, ignore_errors=True)
+    aside, old = (folder.with_name(f'.{folder.name}.{end}') for end in ('part', 'old'))
+    for path in (aside, old): shutil.rmtree(path, ignore_errors=True)
     save_pretrained(model, tokenizer, aside)
     if state is not None:
         torch.save(state, aside/'trainer.pt')
@@ -374,11 +385,11 @@ def write_checkpoint(
         (aside/PROFILES).write_text(json.dumps(profiles, indent=1), encoding='utf-8')
     files = sorted(path for path in aside.iterdir() if path.is_file())
     (aside/SUMS).write_text(''.join(f'{file_sum(path)}  {path.name}\n' for path in files), encoding='utf-8')
-    for path in (*files, aside/SUMS):
-        with open(path, 'rb') as file:
-            os.fsync(file.fileno())
-    shutil.rmtree(folder, ignore_errors=True)
+    for path in (*files, aside/SUMS, aside): force_to_disk(path)
+    if folder.exists(): os.replace(folder, old)
     os.replace(aside, folder)
+    force_to_disk(folder.parent)
+    shutil.rmtree(old, ignore_errors=True)
 
 # %% ../nbs/18_run.ipynb #756d5275
 class CheckpointError(ValueError):
@@ -415,7 +426,7 @@ def checkpoints_of(
 def newest_checkpoint(
     folder: Path,  # a run folder
 ) -> tuple[Path, dict[str, Any]] | None: # the folder and its state; None where there is none
-    "The newest checkpoint that is whole."
+    "The newest checkpoint that is whole; of several of one step the one that knows most of what was done by hand."
     found = checkpoints_of(folder)
     if (folder/'final_checkpoint'/'trainer.pt').exists():
         found.append(folder/'final_checkpoint')
@@ -425,7 +436,8 @@ def newest_checkpoint(
             whole.append((path, read_checkpoint(path)))
         except (CheckpointError, OSError) as error:
             logger.warning('checkpoint left out: %s', error)
-    return max(whole, key=lambda pair: pair[1]['trainer']['step'], default=None)
+    age = lambda pair: (pair[1]['trainer']['step'], len(pair[1].get('events', ())))
+    return max(reversed(whole), key=age, default=None)    # the final one where all is equal
 
 # %% ../nbs/18_run.ipynb #57bcdb03
 def cut_logs(
@@ -675,7 +687,8 @@ class Saving(Examined):
             return
         state = run_state(self) if self.settled else None
         write_checkpoint(self.folder/name, self.model, self.tokenizer, state, self.profiles)
-        for old in checkpoints_of(self.folder)[:-self.config.keep_checkpoints]:
+        done = [path for path in checkpoints_of(self.folder) if checkpoint_step(path) <= self.trainer.step]
+        for old in done[:-self.config.keep_checkpoints]:    # one with a higher number is broken: it was passed over
             shutil.rmtree(old)
 
 # %% ../nbs/18_run.ipynb #862d421a

@@ -549,6 +549,8 @@ def test_eval_solves_puzzles(call, cwd):
     assert code == 0 and len(lines) == 1 and report['metrics'] == report['recall'] == []
     assert {key[1:] for key in found} == {(0., 'solved'), (0., 'legal'), *((1., m) for m in ('solved', 'legal', 'pass@2', 'pass@4'))}
     assert all(row['n'] == 9 and 0 <= row['low'] <= row['mean'] <= row['high'] <= 1 for row in found.values())
+    code, lines, _ = call('eval', '--suite', 'mate,tactics', '--limit', '3', '--json')
+    assert code == 0 and [suite_values(lines)[name, 0., 'solved']['n'] for name in ('mate', 'tactics')] == [3, 3]
     (cwd/'mine.epd').write_text('6k1/5ppp/8/8/8/8/8/R5K1 w - - bm Ra8#; id "one";\n')
     code, lines, _ = call('eval', '--suite', 'puzzles', '--data', 'mine.epd', '--json')
     assert code == 0 and suite_values(lines)['puzzles', 0., 'solved']['n'] == 1

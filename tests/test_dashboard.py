@@ -156,6 +156,26 @@ def test_run_to_the_end_is_done_and_not_stopped():
 
 # ---- what it says
 
+def test_a_run_that_ends_by_itself_is_drawn_to_its_last_row(pictures, clock):
+    dash = Dashboard(total_steps=50)
+    dash.update({'step': 1, 'reward': .5})
+    clock.now += .01
+    dash.update({'step': 2, 'reward': .1})    # too soon for a picture
+    drawn = len(pictures)
+    dash.end('diverged at step 2: <b>KL</b>')
+    assert len(pictures) == drawn + 1 and dash.stop.disabled and dash.pause.disabled and dash.stop.description == 'Ended'
+    assert dash.status.value.startswith('Ended after step 2 of 50') and 'left' not in dash.status.value
+    assert 'diverged at step 2: &lt;b&gt;KL' in dash.news.value and not dash.stopped
+
+
+def test_the_end_of_a_run_that_was_stopped_or_is_done_stays_what_it_was(undrawn):
+    stopped, done = Dashboard(total_steps=5), Dashboard(total_steps=1)
+    for dash in (stopped, done): dash.update({'step': 1, 'reward': .5})
+    stopped.stop.click()
+    for dash in (stopped, done): dash.end('because')
+    assert stopped.status.value.startswith('Stopped after step 1') and done.status.value.startswith('Done: 1 steps')
+
+
 def test_waiting_then_pace_and_time_left(clock):
     progress = Progress(100, clock)
     assert progress.text() == 'Waiting for the first step' and progress.step == 0
@@ -281,10 +301,37 @@ def test_policy_diagram_says_what_is_played_illegal_and_the_engines():
     diagram = policy_diagram(FEN, answer, target)
     assert diagram.arrows == (('a1a5', RED + 'ff'), ('f1b5', GREEN + 'c0'), ('a2a3', GREEN + '90')) and diagram.white_below
     assert [square for square, _ in diagram.squares] == ['d2', 'd4']
-    assert diagram.lines == (('1. a1a5 · +0.90 · illegal', True), ('2. f1b5 · +0.40 · played', False), ('3. a2a3 · -1.00', False),
+    assert diagram.lines == (('1. a1a5 · +0.90 · illegal', True), ('2. f1b5 · +0.40 · its best', False), ('3. a2a3 · -1.00', False),
                              ("d2d4 engine's best", False))
-    assert policy_diagram(AFTER, parse_policy('nothing')).lines == (('no move is played', True),) and not policy_diagram(AFTER, answer).white_below
-    assert policy_diagram(FEN, parse_policy('M: a2a3 E: 0.0 B: e2e2'), target).lines[1] == ('2. e2e2 · played · illegal', True)
+    assert policy_diagram(AFTER, parse_policy('nothing')).lines == (('no best move', True),) and not policy_diagram(AFTER, answer).white_below
+    assert policy_diagram(FEN, parse_policy('M: a2a3 E: 0.0 B: e2e2'), target).lines[1] == ('2. e2e2 · its best · illegal', True)
+
+
+def test_the_engines_best_is_read_from_the_evaluations_and_not_from_the_label():
+    black = parse_policy(' M: a7a6 g8f6 d7d6 f8c5 h7h5 E: 0.1 0.3 0.3 0.0 -2.0 B: h7h5')    # as in the public data: the worst of the five
+    diagram = policy_diagram(AFTER, parse_policy('M: h7h5 g8f6 E: 0.1 0.0 B: h7h5'), black)
+    assert [square for square, _ in diagram.squares] == ['d6', 'd7', 'f6', 'g8']
+    assert [text for text, _ in diagram.lines] == ['1. h7h5 · +0.10 · its best', "2. g8f6 · +0.00 · engine's best", "d7d6 engine's best"]
+    assert policy_diagram(FEN, parse_policy('M: a2a3 E: 0.0 B: a2a3'), parse_policy('M: d2d4 B: d2d4')).squares == ()    # nothing to compare
+
+
+def test_what_was_played_instead_is_said():
+    listed = policy_diagram(FEN, parse_policy('M: a1a5 d2d4 E: 0.2 0.1 B: a1a5'), played='d2d4')
+    assert [text for text, _ in listed.lines] == ['1. a1a5 · +0.20 · its best · illegal', '2. d2d4 · +0.10 · played']
+    drawn = policy_diagram(FEN, parse_policy('nothing'), played='a2a3')
+    assert drawn.lines == (('no best move', True), ('a2a3 · played', False)) and drawn.arrows == ()
+
+
+def test_a_completion_with_a_position_of_its_own_is_drawn_as_unreadable():
+    policy, = row_diagrams({'task': 'P', 'prompt': f'P: {FEN}', 'completion': f'P: {AFTER} M: a7a6 E: 0.0 B: a7a6', 'reward': -.3})
+    assert policy.arrows == () and policy.lines == (('no best move', True),)
+    step, = row_diagrams(A_ROW | {'completion': f'A: {FEN}+f1b5+f1b5+{AFTER}+0.001+0+0'})
+    assert 'unreadable' in step.title
+
+
+def test_a_reward_within_the_scorers_tolerance_is_right():
+    told, _ = row_diagrams(A_ROW | {'completion': f'{AFTER}+0.0011+0+0'})
+    assert told.lines == (('all right', False),)
 
 
 @pytest.mark.parametrize('completion, squares, lines', [

@@ -158,6 +158,8 @@ def test_bad_requests_are_named():
         metrics_table([RUY, RUY], ['x']*3)
     with pytest.raises(EvaluationError, match='no samples'):
         evaluate(None, None, [])
+    with pytest.raises(EvaluationError, match='0 texts for 1 samples'):
+        metrics_table([RUY], [])
     with pytest.raises(EvaluationError, match='nonsense'):
         by_prompt(metrics_table([RUY], ['x']), 'nonsense')
 
@@ -167,6 +169,15 @@ def test_samples_of_a_prompt_are_averaged_before_prompts_are_counted():
     summary = summarise(table).loc['P', 0.]
     assert summary.loc['best_move_accuracy', 'mean'] == pytest.approx(1/3) and (summary['n'].drop(['eval_error', 'win_probability_lost']) == 3).all()
     assert summary.loc['eval_error', 'n'] == 2
+
+
+def test_recall_counts_prompts_and_not_their_samples():
+    mate, right = CLASS_SAMPLES['mate'], CLASS_SAMPLES['mate'].completion
+    report = recall_table(metrics_table([mate]*2, [right]*8 + [right, 'x']*4))
+    assert report.loc['mate', 'n'] == 2 and report.loc['mate', 'recall'] == pytest.approx(.75)
+    assert report.loc['mate', ['low', 'high']].tolist() == pytest.approx(wilson_interval(1.5, 2))
+    with pytest.raises(EvaluationError, match='one temperature, not 2'):
+        recall_table(pd.concat([metrics_table([mate], [right], temperature) for temperature in (0., .7)]))
 
 
 def test_recall_exposes_the_majority_answer():
@@ -267,6 +278,15 @@ def test_differences_without_information():
     assert lonely.mean == pytest.approx(.2) and math.isnan(lonely.standard_error) and lonely.n == 1
     missing = paired_difference(scored([[.5]]), scored([[math.nan]]), 'reward')
     assert math.isnan(missing.mean) and missing.n == 0
+
+
+def test_before_and_after_are_means_over_the_prompts_of_the_difference():
+    unlisted = policy_text('a2a3', '0.0', 'a2a3')    # no evaluation to compare
+    before, after = metrics_table([RUY]*3, [RUY.completion, unlisted, unlisted]), metrics_table([RUY]*3, [RUY.completion.replace('0.45', '2.45'), RUY.completion, unlisted])
+    row = compare(before, after).loc['P', 0., 'eval_error']
+    assert row['n'] == 1 and row['before'] == 0 and row['difference'] == pytest.approx(row['after'])
+    table = compare(before, after)
+    pd.testing.assert_series_equal(table['after'] - table['before'], table['difference'], check_names=False)
 
 
 def test_before_after_table():

@@ -7,7 +7,7 @@ import chess
 import chess.engine
 import pytest
 
-from rookworld_nb.suites import model_player, uci_board, uci_session
+from rookworld_nb.suites import model_player, model_world, uci_board, uci_session
 from rookworld_nb.tasks import EnvAnswer, PolicyAnswer
 from rookworld_nb.weights import load_pretrained
 
@@ -22,6 +22,12 @@ def nano():
 def stubborn(*moves: str):
     "A player that always gives the same answer."
     return lambda fens: [PolicyAnswer(moves=moves, evals=(.5,)*len(moves), best=moves[0] if moves else None)]*len(fens)
+
+
+def stubborn_line(moves):
+    "A player that gives one answer after the other."
+    waiting = iter(moves)
+    return lambda fens: [PolicyAnswer(best=next(waiting))]
 
 
 def said(player, *lines: str) -> list[str]:
@@ -57,6 +63,20 @@ def test_an_illegal_best_move_gives_way_to_a_candidate_and_then_to_chance():
 def test_a_bad_position_is_named_and_the_good_one_stays(position):
     answers = said(stubborn('e7e5'), 'position startpos moves e2e4', f'position {position}', 'go')
     assert answers[0].startswith('info string position left out: ') and answers[-1] == 'bestmove e7e5'
+
+
+def test_a_move_that_is_listed_twice_has_its_first_evaluation():
+    answer = PolicyAnswer(moves=('e2e4', 'd2d4', 'e2e4'), evals=(.3, .2, -9.), best='e2e4')
+    assert said(lambda fens: [answer], 'go') == ['info depth 1 score cp 30 pv e2e4', 'bestmove e2e4']
+
+
+def test_an_answer_to_a_position_of_its_own_is_no_answer(nano, monkeypatch):
+    easier = f'P: {chess.STARTING_FEN} M: e2e4 E: 0.1 B: e2e4'
+    monkeypatch.setattr('rookworld_nb.suites.completions', lambda *_: [easier])
+    assert model_player(*nano)([chess.STARTING_FEN])[0].best is None
+    asked = [(chess.STARTING_FEN, ['e2e4'])]
+    monkeypatch.setattr('rookworld_nb.suites.completions', lambda *_: [f'A: {chess.STARTING_FEN}+d2d4+d2d4+{chess.STARTING_FEN}+0.001+0+0'])
+    assert model_world(*nano)(asked) == [None]
 
 
 def test_a_finished_game_has_no_move(nano):
@@ -141,6 +161,41 @@ def test_a_game_that_is_over_takes_no_clicks_and_says_why():
     assert not game.over and game.board.ply() == 6 and clicked(game, 'a2').selected == chess.A2
     stalemate = Game(Scripted(), board=chess.Board('7k/8/5KQ1/8/8/8/8/8 w - - 0 1'))
     assert clicked(stalemate, 'g6', 'f7').words() == 'stalemate: a draw'
+
+
+ROOKS, SHUFFLE = '4k2r/8/8/8/8/8/8/R3K3 w - - 0 1', ('a1b1', 'h8g8', 'b1a1', 'g8h8')
+
+
+def test_a_repetition_ends_the_game_when_it_is_there_and_not_when_it_could_come():
+    board = chess.Board(ROOKS)
+    for move in SHUFFLE + SHUFFLE[:-1]: board.push_uci(move)
+    assert board.can_claim_threefold_repetition() and not board.is_repetition(3)    # the move g8h8 would repeat
+    game = Game(Scripted('g8g1'), chess.WHITE, board=board)                         # and Black mates or wins instead
+    assert not game.over and game.board.ply() == 8 and game.words().startswith('g8g1')
+    white, black = (stubborn_line(SHUFFLE[start::2]*3) for start in (0, 1))
+    thoughts = play_game(white, black, fen=ROOKS)
+    assert len(thoughts) == 8 and [thought.move for thought in thoughts] == [*SHUFFLE*2]
+    replay = Replay(thoughts)
+    assert replay.diagram(8).title == 'after 8 plies: 1/2-1/2'
+    over = chess.Board(ROOKS)
+    for move in SHUFFLE*2: over.push_uci(move)
+    game = Game(Scripted(), board=over)
+    assert game.over and game.words() == 'threefold repetition: a draw'
+    quiet = Game(Scripted(), board=chess.Board(ROOKS.replace('0 1', '100 80')))
+    assert quiet.over and quiet.words() == 'fifty moves: a draw'
+
+
+def test_the_diagram_says_what_was_played_instead():
+    game = clicked(Game(Scripted('e2e4')), 'e2', 'e4')    # the model answers White's move, illegal for Black
+    lines = [text for text, _ in game.diagrams()[0].lines]
+    assert lines == ['1. e2e4 · its best · illegal', f'{game.thought.move} · played']
+    thought = think(lambda fens: [PolicyAnswer(moves=('a1a8', 'd2d4'), best='a1a8')], chess.STARTING_FEN, random.Random(0))
+    assert [text for text, _ in Replay([thought]).diagram(0).lines] == ['1. a1a8 · its best · illegal', '2. d2d4 · played']
+
+
+def test_a_step_into_a_position_of_its_own_is_not_foreseen(nano, monkeypatch):
+    monkeypatch.setattr('rookworld_nb.play.completions', lambda *_: [f'A: {chess.STARTING_FEN}+d2d4+d2d4+{chess.STARTING_FEN}+0.001+0+0'])
+    assert Partner(*nano).foresee(chess.Board(), chess.Move.from_uci('e2e4')).new_fen is None
 
 
 def test_the_fall_back_is_said():

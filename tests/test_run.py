@@ -21,7 +21,7 @@ from rookworld_nb.positions import shipped, write_lines
 from rookworld_nb.rewards import EngineSilent
 from rookworld_nb.rules import EngineNotFound, Stockfish, fen_key, find_stockfish
 from rookworld_nb.run import (BY_SIZE, PRESETS, CheckpointError, Run, RunError, TrainConfig, checkpoints_of, closing_table, heldout_samples, newest_checkpoint,
-                              read_checkpoint, read_events, resumed_config, train, training_samples)
+                              read_checkpoint, read_events, resumed_config, train, training_samples, write_checkpoint)
 from rookworld_nb.weights import load_pretrained, save_pretrained
 
 SHORT = TrainConfig(replays=2, steps=4, batch_positions=5, group_size=4, eval_policy=6, eval_env=3, eval_samples=2, save_every=2, warmup_steps=1,
@@ -287,6 +287,63 @@ def test_a_corrupt_checkpoint_is_named_and_the_one_before_is_taken(whole, tmp_pa
 
 def test_only_the_newest_checkpoints_are_kept(whole):
     assert [path.name for path in checkpoints_of(whole)] == ['checkpoint-4', 'checkpoint-6'] and not list(whole.glob('.*'))
+
+
+def test_a_lever_moved_after_the_last_checkpoint_is_not_forgotten(tmp_path):
+    folder = tmp_path/'run'
+    for metrics in (run := Run(replace(TINY, output_dir=str(folder)))).steps():
+        if metrics['step'] == 2:    # checkpoint-2 is written, with the old weight
+            run.steer('kl_coef', .3)
+            run.steer('stop')
+    found, state = newest_checkpoint(folder)
+    assert found.name == 'final_checkpoint' and [event['event'] for event in state['events']] == ['kl_coef', 'stop']
+    resumed = Run(resumed_config(output_dir=str(folder)))
+    assert resumed.levers['kl_coef'] == .3 and next(resumed.steps())['step'] == 3
+    assert [event['event'] for event in read_events(folder)] == ['kl_coef', 'stop']
+
+
+def test_a_checkpoint_asked_for_after_the_end_is_newer_than_the_final_one(tmp_path):
+    run = Run(replace(TINY, steps=2, output_dir=str(tmp_path/'run')))
+    list(run.steps())
+    run.steer('checkpoint')
+    assert newest_checkpoint(run.folder)[0].name == 'checkpoint-2'
+
+
+def test_the_checkpoint_just_written_outlives_a_broken_one_with_a_higher_number(whole, tmp_path):
+    folder = shutil.copytree(whole, tmp_path/'run')
+    shutil.rmtree(folder/'final_checkpoint')
+    (folder/'checkpoint-6'/'trainer.pt').write_bytes(b'')
+    run = Run(replace(resumed_config(output_dir=str(folder)), keep_checkpoints=1, save_every=1))
+    generator = run.steps()
+    assert next(generator)['step'] == 5 and newest_checkpoint(folder)[0].name == 'checkpoint-5'
+
+
+def test_a_kill_while_a_checkpoint_is_replaced_leaves_a_whole_one_or_none(tmp_path, monkeypatch):
+    folder, parts = tmp_path/'final_checkpoint', load_pretrained('nano')
+    steps = 0    # folders renamed or taken away before the kill
+    def dying(work):
+        def step(path, *rest, **options):
+            nonlocal left
+            left -= 1
+            if left < 0 and work is shutil_rmtree and os.path.exists(path): next(path.iterdir()).unlink()
+            if left < 0: raise KeyboardInterrupt
+            return work(path, *rest, **options)
+        return step
+    os_replace, shutil_rmtree, killed = os.replace, shutil.rmtree, True
+    while killed:
+        shutil_rmtree(tmp_path)
+        tmp_path.mkdir()
+        write_checkpoint(folder, *parts, {'age': 'old'})
+        left = steps
+        monkeypatch.setattr('rookworld_nb.run.shutil.rmtree', dying(shutil_rmtree))
+        monkeypatch.setattr('rookworld_nb.run.os.replace', dying(os_replace))
+        try: write_checkpoint(folder, *parts, {'age': 'new'})
+        except KeyboardInterrupt: killed = True
+        else: killed = False
+        monkeypatch.undo()
+        assert not folder.exists() or read_checkpoint(folder)['age'] in ('old', 'new')
+        steps += 1
+    assert steps > 2 and read_checkpoint(folder) == {'age': 'new'} and [path.name for path in tmp_path.iterdir()] == [folder.name]
 
 
 def test_a_checkpoint_half_written_is_no_checkpoint(whole, tmp_path):

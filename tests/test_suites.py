@@ -16,13 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rookworld_nb.evaluate import answer_budget, wilson_interval
-from rookworld_nb.positions import opening_positions, random_endgame, random_play, seen_positions, shipped
+from rookworld_nb.positions import SHIPPED, opening_positions, random_endgame, random_play, seen_positions, shipped
 from rookworld_nb.rules import EngineNotFound, Stockfish, env_step, fen_key, find_stockfish, legal_moves
 from rookworld_nb.suites import (LONGEST, Puzzle, Question, SuiteError, bigbench_puzzle, elo_difference, epd_puzzle,
                                  legal_choice, level_options, lichess_puzzle, match_elo, match_scores, mate_puzzles,
                                  mating_moves, mean_interval, model_player, model_world, parse_puzzles, pass_at_k, play_match,
-                                 read_puzzles, rules_world, self_play, self_play_scores, shipped_mates, solve,
-                                 stockfish_opponent, suite_format, suite_scores, to_epd)
+                                 read_puzzles, rules_world, self_play, self_play_scores, shipped_puzzles, solve,
+                                 stands_out, stockfish_opponent, suite_format, suite_scores, tactic_puzzles, to_epd)
 from rookworld_nb.tasks import PolicyAnswer, is_fen, parse_env, parse_policy
 from rookworld_nb.weights import load_pretrained
 
@@ -54,6 +54,11 @@ def scripted(*moves: str):
     """A player that plays a list of moves, one a call."""
     script = iter(moves)
     return lambda fens: [PolicyAnswer(best=next(script)) for _ in fens]
+
+
+def scripted_list(*moves: str):
+    """A player that gives a list of answers, one a question."""
+    return lambda fens: [PolicyAnswer(best=move) for move in moves]
 
 
 def boards(count: int, seed: int = 0) -> list[chess.Board]:
@@ -261,6 +266,31 @@ def test_intervals():
         solve(lambda fens: [], [epd_puzzle(f'{KQK[:-4]} bm Kg6;')])  # a player that swallows questions
 
 
+EARLY = {'PuzzleId': 'early', 'FEN': '7k/5ppp/8/8/8/8/8/R2Q2K1 b - - 0 1', 'Moves': 'h8g8 a1a7 h7h6 a7a8'}  # d1d8 mates at once
+
+
+def test_an_early_mate_wins_a_lichess_puzzle():
+    puzzle = lichess_puzzle(EARLY)
+    first, last = puzzle.questions
+    assert first.right == {'a1a7', 'a1a8', 'd1d8'}
+    def play(*moves): return suite_scores(solve(scripted_list(*moves), [puzzle])).loc['solved', 'mean']
+    assert play('d1d8', 'g1h1') == play('a1a7', 'a7a8') == 1
+    assert play('a1a7', 'g1h1') == play('g1h1', 'a7a8') == 0
+    wins = sum(move in ('d1d8', 'a1a8') for move in legal_moves(first.fen))/len(legal_moves(first.fen))
+    on = 1/len(legal_moves(first.fen))*len(last.right)/len(legal_moves(last.fen))
+    scores = suite_scores(solve(scripted_list('d1d8', 'g1h1'), [puzzle]))
+    assert scores.loc['solved', 'chance'] == pytest.approx(wins + on)
+    simulated = suite_scores(solve(random_mover(0), [puzzle], samples=2000)).loc['solved', 'mean']
+    assert abs(simulated - wins - on) < 4*math.sqrt((wins + on)/2000)
+
+
+def test_counts_of_half_moves_are_no_shares():
+    assert mean_interval(np.array([0., 1, 1]), shares=False) != mean_interval(np.array([0., 1, 1]))
+    games = pd.DataFrame({'legal': [1, 0, 1, 1], 'exact': [0, 0, 0, 0], 'end': 'illegal'})
+    low, high = wilson_interval(3, 4)
+    assert self_play_scores(games).loc['legal', 'low'] != low and self_play_scores(games).loc['exact', 'high'] == 0
+
+
 # ---- mates
 
 def test_mates_are_seeded_distinct_and_complete():
@@ -285,7 +315,7 @@ def test_a_position_that_comes_again_is_left_out(monkeypatch):
 
 
 def test_shipped_mates_are_mates():
-    mates = shipped_mates()
+    mates = shipped_puzzles('mates')
     assert len({puzzle.id for puzzle in mates}) == 300 and sum(len(chess.Board(p.questions[0].fen).piece_map()) > 9 for p in mates) > 120
     for (question,) in (puzzle.questions for puzzle in mates):
         assert question.right == {m for m in legal_moves(question.fen) if env_step(question.fen, m).reward == 1} != set()
@@ -294,9 +324,59 @@ def test_shipped_mates_are_mates():
 @needs_stockfish
 def test_the_engine_finds_the_shipped_mates():
     with Stockfish(nodes=2000, multipv=1) as engine:
-        for (question,) in (puzzle.questions for puzzle in shipped_mates()[::6]):
+        for (question,) in (puzzle.questions for puzzle in shipped_puzzles('mates')[::6]):
             best, = engine.analyse(question.fen)
             assert best.pawns == 999.99 and best.uci in question.right
+
+
+# ---- tactics
+
+@pytest.mark.parametrize('pawns, does', [((3., 1., .5), True), ((2., 0.), True), ((0., -2., -9.), True), ((1.9, 0.), False), ((9., 3.1), False),
+                                         ((-3.2, -9.), False), ((5., 3.), True), ((4.,), False), ((), False), ((-1., 2.5, .2), True)])
+def test_a_move_stands_out_by_two_pawns_in_an_open_game(pawns, does):
+    assert stands_out(pawns) == does
+
+
+@pytest.mark.parametrize('name', ['mates', 'tactics'])
+def test_shipped_puzzles_are_new_positions_and_read_back(name):
+    puzzles = shipped_puzzles(name)
+    keys = {fen_key(puzzle.questions[0].fen) for puzzle in puzzles}
+    assert len(keys) == len({puzzle.id for puzzle in puzzles}) == len(puzzles) == 300
+    assert not keys & seen_positions(sample for shipped_set in SHIPPED for sample in shipped(shipped_set))
+    assert [parse_puzzles(to_epd(puzzle))[0] for puzzle in puzzles] == puzzles
+    for (question,) in (puzzle.questions for puzzle in puzzles):
+        assert question.right and question.right <= legal_moves(question.fen)
+
+
+def test_tactics_are_no_mates_and_have_one_right_move():
+    tactics = [puzzle.questions[0] for puzzle in shipped_puzzles('tactics')]
+    assert all(len(question.right) == 1 and not mating_moves(chess.Board(question.fen)) for question in tactics)
+    assert not {fen_key(question.fen) for question in tactics} & {fen_key(puzzle.questions[0].fen) for puzzle in shipped_puzzles('mates')}
+
+
+def test_an_unknown_suite_is_named():
+    with pytest.raises(SuiteError, match="'mate'.*mates, tactics"):
+        shipped_puzzles('mate')
+
+
+@needs_stockfish
+def test_the_engine_agrees_with_the_shipped_tactics():
+    with Stockfish(nodes=20_000) as engine:
+        for (question,) in (puzzle.questions for puzzle in shipped_puzzles('tactics')[::60]):
+            lines = engine.analyse(question.fen)
+            if engine.name == 'Stockfish 15.1': assert stands_out([line.pawns for line in lines])
+            assert lines[0].uci in question.right
+
+
+@needs_stockfish
+def test_the_first_tactics_are_made_again():
+    seen = seen_positions(sample for name in SHIPPED for sample in shipped(name))
+    with Stockfish() as engine:
+        if engine.name != 'Stockfish 15.1': pytest.skip(f'made with Stockfish 15.1, here is {engine.name}')
+    first = tactic_puzzles(3, exclude=seen)
+    assert first == shipped_puzzles('tactics')[:3]
+    others = tactic_puzzles(2, exclude=seen | {fen_key(first[0].questions[0].fen)})
+    assert first[0].questions not in [puzzle.questions for puzzle in others]
 
 
 def test_seen_positions_hold_both_sides_of_a_step():
