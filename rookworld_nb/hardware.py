@@ -6,9 +6,9 @@
 __all__ = ['PRECISIONS', 'COMPILE_MODES', 'logger', 'SIZES', 'OUT_OF_MEMORY', 'ALONE', 'HardwareError', 'HardwareConfig',
            'matmul_error', 'exact_precision', 'set_allocator', 'prepare_model', 'machine_name', 'use_hardware',
            'KeptForBackward', 'Kept', 'tensor_bytes', 'kv_cache_bytes', 'adam_bytes', 'proc_bytes', 'container_room',
-           'reset_peak', 'peak_memory', 'total_memory', 'MemoryProfile', 'is_out_of_memory', 'memory_limit',
-           'unchanged', 'BatchSearch', 'completes', 'search_batch', 'profile_lines', 'RankError', 'in_company', 'Ranks',
-           'told_to_end', 'has_own_gpu', 'torchrun']
+           'reset_peak', 'peak_memory', 'total_memory', 'MemoryProfile', 'is_out_of_memory', 'completes',
+           'memory_limit', 'unchanged', 'BatchSearch', 'search_batch', 'profile_lines', 'RankError', 'in_company',
+           'Ranks', 'told_to_end', 'has_own_gpu', 'torchrun']
 
 # %% ../nbs/09_hardware.ipynb #93a7b872
 import ctypes
@@ -46,7 +46,7 @@ class HardwareError(ValueError):
 
 @dataclass(frozen=True)
 class HardwareConfig:
-    "How the machine is used; the defaults change no number."
+    "How the machine is used; the defaults give up no precision."
     matmul_precision: str = 'auto'    # of float32 products: highest | high (TF32 on a GPU) | medium; auto: an exact one
     bf16: bool = False                # multiply in bfloat16 inside the model's blocks; weights and logits stay float32
     compile: str | None = None        # the MLPs by torch.compile: default | reduce-overhead | max-autotune; none: not
@@ -92,8 +92,9 @@ def set_allocator(
 ) -> str:                 # what will be in force, and who decided it
     "Configure CUDA's allocator, if it is not too late and nobody else has."
     for name in ('PYTORCH_ALLOC_CONF', 'PYTORCH_CUDA_ALLOC_CONF'):
-        if name in os.environ:
-            return f'{os.environ[name]} (from the environment)'
+        if name in os.environ:    # perhaps from an earlier call of ours
+            found = os.environ[name]
+            return found if found == setting else f'{found} (already in the environment)'
     if setting is None or torch.cuda.is_initialized():
         return "torch's own" + (' (CUDA had started)' if setting else '')
     os.environ['PYTORCH_CUDA_ALLOC_CONF'] = setting
@@ -104,7 +105,7 @@ def prepare_model(
     model: GPT,              # changed in place
     config: HardwareConfig,  # bf16, compile, gradient_checkpointing
 ) -> GPT:                    # the same
-    "Tell a model how to compute; its parameters and their names stay."
+    "Tell a model how to compute; its parameters and their names stay. A second call takes back all but `compile`."
     model.bf16, model.gradient_checkpointing = config.bf16, config.gradient_checkpointing
     if config.compile is not None:
         for block in model.h:
@@ -139,7 +140,7 @@ def use_hardware(
 
 # %% ../nbs/09_hardware.ipynb #c76558d4
 class KeptForBackward:
-    "Counts the bytes that autograd keeps for backward while the `with` block runs; `peak` is the most at one time."
+    "Counts what autograd keeps for backward, in bytes, `peak` at most; not what gradient checkpointing computes again."
     def __init__(
         self,
         parameters: Iterable[Tensor] = (),  # not counted: they are there anyway
@@ -242,7 +243,10 @@ def reset_peak(
         torch.cuda.reset_peak_memory_stats(device)
     else:
         getattr(ctypes.CDLL(None), 'malloc_trim', lambda pad: None)(0)    # glibc keeps what is freed
-        Path('/proc/self/clear_refs').write_text('5', encoding='ascii')
+        try:
+            Path('/proc/self/clear_refs').write_text('5', encoding='ascii')
+        except OSError as error:    # no Linux, or a container that forbids it
+            raise HardwareError(f'the peak of memory cannot be reset ({error}); give --batch-positions') from None
 
 
 def peak_memory(
@@ -282,6 +286,20 @@ def is_out_of_memory(
 ) -> bool:
     "Whether memory ran out; on a CPU PyTorch raises a plain RuntimeError that says so."
     return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or bool(OUT_OF_MEMORY.search(str(error)))
+
+
+def completes(
+    trial: Callable[[int, int], None],  # (batch_positions, group_size): a few whole steps
+    size: tuple[int, int],              # its arguments
+) -> bool:                              # False where memory ran out; every other error is raised
+    "Try a size."
+    try:
+        trial(*size)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        return False
+    return True
 
 # %% ../nbs/09_hardware.ipynb #d395347d
 @contextmanager
@@ -345,20 +363,6 @@ class BatchSearch:
                 f'({best.utilization:.1%}); {self.reason}')
 
 # %% ../nbs/09_hardware.ipynb #afcef1a5
-def completes(
-    trial: Callable[[int, int], None],  # (batch_positions, group_size): a few whole steps
-    size: tuple[int, int],              # its arguments
-) -> bool:                              # False where memory ran out; every other error is raised
-    "Try a size."
-    try:
-        trial(*size)
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        return False
-    return True
-
-
 def search_batch(
     trial: Callable[[int, int], None],  # (batch_positions, group_size): a few whole steps
     device: torch.device | str = 'cpu', # whose memory is watched

@@ -4,11 +4,11 @@
 
 # %% auto #0
 __all__ = ['logger', 'EMPTY', 'SQUARES', 'PROMOTIONS', 'CASTLING', 'HEADS', 'TOKEN_PATTERN', 'MAX_COUNTER', 'HEAVY', 'PIECES',
-           'ENV_SHARES', 'PROMPT_TOKENS', 'BOARD_TOKENS', 'PROMPT_BOARD', 'PROMPT_MOVE', 'HELD_SHARDS',
-           'board_tokenizer', 'labelled_game', 'policy_sample', 'make_policy_data', 'env_sample', 'move_kind',
-           'illegal_move', 'cornered_king', 'bare_capture', 'find_kind', 'make_env_data', 'ranked', 'legal_list',
-           'Rows', 'pack', 'batches', 'square_slots', 'token_weights', 'completion_loss', 'completion_mask',
-           'board_init_', 'PretrainError', 'PretrainConfig', 'batch_kinds', 'learning_rate', 'train', 'validate',
+           'ENV_SHARES', 'PROMPT_TOKENS', 'BOARD_TOKENS', 'PROMPT_BOARD', 'PROMPT_MOVE', 'ENV_DIVISOR', 'HELD_SHARDS',
+           'PretrainError', 'board_tokenizer', 'labelled_game', 'policy_sample', 'make_policy_data', 'env_sample',
+           'move_kind', 'illegal_move', 'cornered_king', 'bare_capture', 'find_kind', 'make_env_data', 'ranked',
+           'legal_list', 'Rows', 'pack', 'batches', 'square_slots', 'token_weights', 'completion_loss',
+           'completion_mask', 'board_init_', 'PretrainConfig', 'batch_kinds', 'learning_rate', 'train', 'validate',
            'make_stress', 'prepare', 'natural_env_sample', 'make_prompts', 'pretrain']
 
 # %% ../nbs/10_pretrain.ipynb #2896c040
@@ -40,6 +40,10 @@ from .weights import END_TOKEN, end_token_id, load_pretrained, save_pretrained
 
 # %% ../nbs/10_pretrain.ipynb #e03dc619
 logger = logging.getLogger(__name__)
+
+
+class PretrainError(ValueError):
+    "A pre-training that cannot start as asked; the message names the value and the valid ones."
 
 # %% ../nbs/10_pretrain.ipynb #dbdbb338
 EMPTY = '·'
@@ -148,6 +152,22 @@ def _write_shard(samples: list[Sample], path: Path) -> None:
     os.replace(partial, path)
 
 
+def _same_settings(folder: Path, kind: str, **settings: float) -> None:
+    "Refuse a folder whose shards other settings made; where it has none yet, write the settings down."
+    path = folder/f'{kind}.json'
+    if path.exists():
+        made = json.loads(path.read_text(encoding='utf-8'))
+        if wrong := [f'--{name.replace("_", "-")} {made.get(name)}, not {value}' for name, value in settings.items()
+                     if made.get(name) != value]:
+            raise PretrainError(f'{folder}: its {kind} shards were made with {", ".join(wrong)}; give the same, '
+                                'or another --output-dir')
+        return
+    if any(folder.glob(f'{kind}-*.txt')):
+        logger.warning('%s: nobody wrote down what made its %s shards; taken for %s', folder, kind, settings)
+    path.with_suffix('.partial').write_text(json.dumps(settings) + '\n', encoding='utf-8')
+    os.replace(path.with_suffix('.partial'), path)
+
+
 def _make_shards(paths: list[Path], make, processes: int) -> list[Path]:
     "Call make(number) for every shard that is not there yet, in several processes."
     missing = [number for number, path in enumerate(paths) if not path.exists()]
@@ -156,7 +176,7 @@ def _make_shards(paths: list[Path], make, processes: int) -> list[Path]:
             logger.info('%s: %d of %d', paths[0].parent.name, done, len(paths))
     return paths
 
-
+# %% ../nbs/10_pretrain.ipynb #f5c9d1e7
 def make_policy_data(
     folder: str | Path,   # where the shards go
     n_shards: int,        # how many shards there shall be
@@ -166,9 +186,10 @@ def make_policy_data(
     processes: int = 2,   # engines at work side by side
     mate_share: float = 0.,  # positions with a mate in one to search for, as a share of all
 ) -> list[Path]:  # the shards in order
-    "Label positions with Stockfish; shards that exist are kept."
+    "Label positions with Stockfish; shards that exist are kept, and PretrainError where other settings made them."
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
+    _same_settings(folder, 'policy', policy_shard=size, nodes=nodes, seed=seed, mate_share=mate_share)
     return _make_shards([folder/f'policy-{number:04d}.txt' for number in range(n_shards)],
                         functools.partial(_policy_shard, folder=folder, size=size, nodes=nodes, seed=seed,
                                           mate_share=mate_share), processes)
@@ -349,8 +370,9 @@ def make_env_data(
     seed: int = 0,        # with the shard's number it decides everything
     processes: int = 2,   # workers side by side
 ) -> list[Path]:  # the shards in order
-    "Make A: samples; shards that exist are kept."
+    "Make A: samples; shards that exist are kept, and PretrainError where other settings made them."
     folder = Path(folder)
+    _same_settings(folder, 'env', env_shard=size, seed=seed)
     return _make_shards([folder/f'env-{number:04d}.txt' for number in range(n_shards)],
                         functools.partial(_env_shard, folder=folder, size=size, seed=seed), processes)
 
@@ -472,7 +494,7 @@ def token_weights(
     mask: Tensor,          # (B, Tc) bool, the completion tokens that exist, end token included
     tokenizer: Tokenizer,  # nano's
 ) -> Tensor:  # (B, Tc) weights, 0 where nothing is to be learned
-    "P: evaluations count 0.3. A: squares that change or that the move names count 5, the reward 5, all else 1."
+    "P: evaluations count 0.3. A: squares that change or that the move names, and the reward's first two tokens, 5."
     weights, answer = mask.float(), ids[:, PROMPT_TOKENS[kind]:]
     if kind == 'P':
         evals = (answer == tokenizer.token_to_id(' E:')).cumsum(1) - (answer == tokenizer.token_to_id(' B:')).cumsum(1)
@@ -514,7 +536,7 @@ def board_init_(
     model: GPT,            # changed in place
     tokenizer: Tokenizer,  # nano's
     seed: int = 0,         # of the codes
-    std: float = .02,      # size of the codes; a tenth less regular noise lies on top
+    std: float = .02,      # size of the codes; noise of half that size lies on top
 ) -> None:
     "Give everything that stands for a square, slots and move tokens alike, the sum of a rank code and a file code."
     generator = torch.Generator().manual_seed(seed)
@@ -541,13 +563,9 @@ def board_init_(
             model.wte.weight[tokenizer.token_to_id(letter)] = noisy(vector + colours[colour])
 
 # %% ../nbs/10_pretrain.ipynb #3133d876
-class PretrainError(ValueError):
-    "A pre-training that cannot start as asked; the message names the value and the valid ones."
-
-# %% ../nbs/10_pretrain.ipynb #535732ff
 @dataclass(frozen=True)
 class PretrainConfig:
-    "Everything that decides what `rookworld pretrain` makes."
+    "What `rookworld pretrain` makes; choosing the prompts at its end has settings of its own (`make_prompts`)."
     output_dir: str = 'runs/pretrain'  # folder for data, checkpoints and the model; a second start goes on there
     steps: int = 9000          # optimiser steps
     shards: int = 150          # shards of P: and of A: data to learn from; eight more are kept apart
@@ -575,11 +593,12 @@ class PretrainConfig:
 
     def __post_init__(self):
         for name in ('steps', 'shards', 'policy_shard', 'env_shard', 'nodes', 'n_layer', 'n_head', 'n_embd',
-                     'batch_tokens', 'batches_per_step', 'processes', 'threads', 'save_every'):
+                     'batch_tokens', 'batches_per_step', 'warmup_steps', 'processes', 'threads', 'save_every'):
             if getattr(self, name) < 1:
                 raise PretrainError(f'--{name.replace("_", "-")} {getattr(self, name)}: must be at least 1')
-        if not 0 <= self.mate_share < 1:
-            raise PretrainError(f'--mate-share {self.mate_share}: must be at least 0 and below 1')
+        if not (0 <= self.mate_share < 1 and 0 < self.decay_share <= 1):
+            raise PretrainError(f'--mate-share {self.mate_share}: must be at least 0 and below 1; '
+                                f'--decay-share {self.decay_share}: must be above 0 and at most 1')
         if not 0 <= self.env_share + self.legal_share < 1:
             raise PretrainError(f'--env-share {self.env_share} and --legal-share {self.legal_share} '
                                 'leave nothing for P: rows')
@@ -636,20 +655,24 @@ class _Learner:
                 for kind, rows in self.rows.items()}
 
 # %% ../nbs/10_pretrain.ipynb #dab6ca1d
+#: What the weighted nats of an A: answer are divided by. Its weights add up to 100 to 109, so it counts 2.3 times.
+ENV_DIVISOR = 45.
+
+
 def _losses(learner: _Learner, kind: str, ids: Tensor) -> tuple[Tensor, dict[str, float]]:
     "Weighted loss of one batch, and plain figures about it."
     n_prompt = PROMPT_TOKENS[kind]
     loss, right = completion_loss(learner.model, ids, n_prompt, learner.config.bf16)
     mask = completion_mask(ids, n_prompt, learner.end)
     weights = token_weights(kind, ids, mask, learner.tokenizer)
-    normaliser = 45.*len(ids) if kind == 'A' else weights.sum()
+    normaliser = ENV_DIVISOR*len(ids) if kind == 'A' else weights.sum()
     figures = {f'{kind}/loss': loss.detach()[mask].mean().item(), f'{kind}/right': right[mask].float().mean().item(),
                f'{kind}/all_right': (right | ~mask).all(1).float().mean().item()}
     return (loss*weights).sum()/normaliser, figures
 
 
 def _train_step(learner: _Learner, streams: dict[str, Iterator[Tensor]]) -> dict[str, float]:
-    "One optimiser step over one batch of every kind."
+    "One optimiser step over `batches_per_step` batches, the kind of each drawn."
     config, step = learner.config, learner.step
     row = {'step': step + 1, 'lr': learning_rate(config, step), 'tokens': 0}
     for kind in batch_kinds(config, step):
@@ -680,11 +703,11 @@ def train(
     learner, path = _Learner(config, rows, tokenizer), Path(config.output_dir)/'checkpoint.pt'
     if path.exists():
         learner.restore(_load_checkpoint(path, config))
-    streams, started = learner.streams(), time.perf_counter()
+    streams = learner.streams()
     while learner.step < config.steps:
+        started = time.perf_counter()
         row = _train_step(learner, streams)
         row['seconds'] = time.perf_counter() - started
-        started = time.perf_counter()
         if learner.step % config.save_every == 0 or learner.step == config.steps:
             row |= validate(learner.model, validation, tokenizer)
             _save_checkpoint(learner, path)
@@ -737,7 +760,7 @@ HELD_SHARDS = 8
 def make_stress(
     files: list[Path],    # of the held-out shards: policy files, then environment files
     per_kind: int = 100,  # samples of each kind of ENV_SHARES
-    seed: int = 3,        # of the choices; everything else is made with 0, 1 and 2
+    seed: int = 3,        # of the choices
 ) -> list[Sample]:  # A: samples, no position twice, none of the shards that prompts for GRPO come from
     "Rare moves alone, each kind as often as the others: what an environment is easily wrong about."
     rng, parts = random.Random(f'{seed} stress'), [read_lines(path)[0] for path in files]
@@ -809,7 +832,7 @@ def make_prompts(
     n_env: int = 4_800,        # A: prompts to train on: five natural moves to three from the mix
     n_heldout: int = 1_000,    # held-out P: positions; half as many natural A: moves, 300 from the mix
     seed: int = 0,             # of the choices
-) -> tuple[list[Sample], list[Sample]]:  # prompts for reinforcement learning, held-out samples; disjoint by position
+) -> tuple[list[Sample], list[Sample]]:  # prompts to train on, held-out samples; no position is asked about in both
     "Choose prompts and held-out samples from the shards that pre-training never saw."
     rng, folder = random.Random(f'{seed} prompts'), Path(folder)/'prompts'
     pools = {(task, part): [sample for number in shards for sample in read_lines(folder/f'{name}-{number:04d}.txt')[0]]

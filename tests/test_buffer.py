@@ -374,6 +374,26 @@ def test_tied_groups_are_left_out_where_asked(model):
     assert len(keys(next(buffer(model, prompts=20, env=0., scorer=scorer)))) == 20
 
 
+def test_a_price_unties_groups_in_every_count(model):
+    def scorer(prompts, completions, targets=None):
+        table = TASK(prompts, completions).components.assign(reward=.5)
+        return Scores(torch.full((len(prompts),), .5), table)
+    def first(weight):
+        config = CollectorConfig(group_size=G, temperature=1., max_new_tokens_policy=2, max_new_tokens_env=3, scale_rewards='none')
+        source = Collector(model, counting_policy(steps=5, seed=7), TASK.tokenizer, PromptMix(TASK.samples, 8, 0.), scorer, config, lambda: weight)
+        return next(RolloutBuffer(source, BufferConfig(drop_tied=True)))
+    for weight in (0., 1.):
+        batch = first(weight)
+        silent = [group.eq(0).all().item() for part in batch.parts for group in part.advantages.view(-1, G)]
+        assert batch.metrics()['frac_reward_zero_std'] == (1. if weight == 0 else 0.) and all(silent) is (weight == 0)
+
+
+def test_a_minibatch_larger_than_the_buffer_is_refused(model):
+    with pytest.raises(SettingError, match='minibatch_positions=9: there is room for 8 groups, 4 for each of capacity=2'):
+        next(buffer(model, prompts=4, capacity=2, minibatch_positions=9))
+    assert len(keys(next(buffer(model, prompts=4, capacity=2, minibatch_positions=8)))) == 8
+
+
 def test_a_collection_of_ties_alone_is_kept(model):
     def scorer(prompts, completions, targets=None):
         return Scores(torch.zeros(len(prompts)), TASK(prompts, completions).components)

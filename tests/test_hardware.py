@@ -71,9 +71,10 @@ def test_the_trial_measures_rounding_and_leaves_the_level():
 def test_the_users_allocator_stands(monkeypatch):
     assert set_allocator(None) == "torch's own" and 'PYTORCH_CUDA_ALLOC_CONF' not in os.environ
     assert set_allocator('max_split_size_mb:64') == os.environ['PYTORCH_CUDA_ALLOC_CONF'] == 'max_split_size_mb:64'
-    assert set_allocator('max_split_size_mb:32') == 'max_split_size_mb:64 (from the environment)'
+    assert set_allocator('max_split_size_mb:64') == 'max_split_size_mb:64'    # a second call finds what the first has set
+    assert set_allocator('max_split_size_mb:32') == 'max_split_size_mb:64 (already in the environment)'
     monkeypatch.setenv('PYTORCH_ALLOC_CONF', 'expandable_segments:True')
-    assert set_allocator('max_split_size_mb:32') == 'expandable_segments:True (from the environment)'
+    assert set_allocator('max_split_size_mb:32') == 'expandable_segments:True (already in the environment)'
     for name in ('PYTORCH_ALLOC_CONF', 'PYTORCH_CUDA_ALLOC_CONF'): os.environ.pop(name)
     monkeypatch.setattr(torch.cuda, 'is_initialized', lambda: True)
     assert set_allocator('max_split_size_mb:32') == "torch's own (CUDA had started)" and 'PYTORCH_CUDA_ALLOC_CONF' not in os.environ
@@ -81,7 +82,7 @@ def test_the_users_allocator_stands(monkeypatch):
 
 def test_a_run_sets_the_allocator_before_it_asks_for_its_device(monkeypatch, tmp_path):
     seen = []
-    monkeypatch.setattr(run, 'torch_device', lambda name: seen.append(os.environ.get('PYTORCH_CUDA_ALLOC_CONF')) or 'cpu')
+    monkeypatch.setattr(run, 'torch_device', lambda name, *rest: seen.append(os.environ.get('PYTORCH_CUDA_ALLOC_CONF')) or 'cpu')
     Setup(TrainConfig(output_dir=str(tmp_path/'run'), cuda_allocator='max_split_size_mb:96'))
     assert seen == ['max_split_size_mb:96']
 
@@ -172,6 +173,12 @@ def test_the_peak_goes_down_again_and_is_not_missed():
 def test_where_there_is_no_proc_it_is_said():
     with pytest.raises(HardwareError, match='only Linux'):
         proc_bytes('VmRSS', '/no/such/place')
+
+
+def test_a_peak_that_cannot_be_reset_is_said(monkeypatch, tmp_path):
+    monkeypatch.setattr(hardware, 'Path', lambda place: tmp_path/'none'/'clear_refs')
+    with pytest.raises(HardwareError, match='cannot be reset.*--batch-positions'):
+        reset_peak('cpu')
 
 
 # ---- the search

@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 
 from rookworld_nb import monitor
 from rookworld_nb.monitor import (COLOURS, METRICS, PANELS, Curves, MetricError, RunWriter, console_line, health_report,
-                                  light_of, lights, mend_tail, metric_for, overall, plot_curves, range_text, read_completions,
+                                  light_of, lights, mend_tail, metric_for, metric_rows, overall, plot_curves, range_text, read_completions,
                                   read_metrics, registry, save_reward_curve, simulated_run, view_limits, write_atomic)
 
 CALM = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])  # a busy machine is no failure
@@ -78,7 +78,7 @@ def test_look_up_prefers_the_exact_name_then_the_special_pattern():
 
 
 @pytest.mark.parametrize('name, text', [('kl', '≤ 0.15'), ('entropy', '0.1 to 3'), ('reward', '0 to 1'), ('reward_std', '≥ 0.01'),
-                                        ('rewards/<task>_format/mean', '≥ 0.9'), ('skipped_updates', '0'), ('loss', '')])
+                                        ('rewards/<task>_format/mean', '≥ 0.9'), ('skipped_recently', '0'), ('skipped_updates', ''), ('loss', '')])
 def test_ranges_in_words(name, text):
     assert range_text(METRICS[name]) == text
 
@@ -118,6 +118,30 @@ def test_reasons_are_plain_words_with_the_value_and_the_edge():
     assert light_of('kl', .62).reason.startswith('kl 0.62 is above 0.15: the policy runs away')
     assert light_of('entropy', .01).reason.startswith('entropy 0.01 is below 0.1: the policy hardly varies')
     assert light_of('kl', .05).reason == 'kl 0.05 is in its range (≤ 0.15)'
+
+
+def test_a_value_just_over_its_edge_shows_the_difference():
+    assert light_of('ratio_max', 10.002).reason.startswith('ratio_max 10.002 is above 10: ')
+    assert light_of('entropy', .09999).reason.startswith('entropy 0.09999 is below 0.1: ')
+
+
+def test_a_stored_null_is_no_number(tmp_path):
+    with RunWriter(tmp_path) as writer: writer.log(rows(2)[1] | {'grad_norm': math.inf, 'kl_loss': math.nan})
+    row, = metric_rows(tmp_path/'metrics.jsonl')
+    assert row['grad_norm'] is None and [light.metric for light in lights(row) if light.colour != 'green'] == ['grad_norm']
+
+
+def test_old_mishaps_leave_the_light_green():
+    row = rows(30)[-1] | {'skipped_updates': 5, 'skipped_recently': 0, 'recoveries': 1, 'recoveries_recently': 0}
+    assert overall(row).colour == 'green'
+    assert [overall(row | {'skipped_recently': n}).colour for n in (1, 4)] == ['yellow', 'red'] and overall(row | {'recoveries_recently': 1}).colour == 'yellow'
+
+
+def test_a_rehearsed_run_keeps_the_identities():
+    for collapse_at in (None, 5):
+        run = rows(40, collapse_at=collapse_at)
+        assert run[0]['kl'] == 0 and all(row['ratio_max'] == 1 and row['clip_ratio/region_mean'] == 0 for row in run[::2])
+        assert all(row['ratio_max'] > 1.2 for row in run[1::2])
 
 
 def test_lights_are_sorted_by_gravity_then_by_the_registry():
@@ -318,7 +342,7 @@ def test_whole_files_are_replaced_or_left_alone(tmp_path, monkeypatch):
 
 # ---- completions
 
-TEXT = st.text(st.characters(exclude_categories=['Cs'], exclude_characters='\x00'), max_size=40)
+TEXT = st.text(st.characters(exclude_categories=['Cs']), max_size=40)
 TABLE_ROW = st.fixed_dictionaries(dict(prompt=TEXT, completion=TEXT, task=st.sampled_from('PA'), reward=st.floats(-.3, 1),
                                        advantage=st.floats(-3, 3), format=st.floats(0, 1) | st.just(math.nan)))
 

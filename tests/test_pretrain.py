@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rookworld_nb.positions import Sample, generate_positions, read_lines, shipped, write_lines
 from rookworld_nb.pretrain import (ENV_SHARES, PROMPT_TOKENS, PretrainConfig, PretrainError, Rows, batches, board_tokenizer,
                                    completion_loss, completion_mask, env_sample, find_kind, illegal_move, legal_list, make_env_data,
-                                   move_kind, pack, ranked, square_slots, token_weights, train)
+                                   make_policy_data, move_kind, pack, ranked, square_slots, token_weights, train)
 from rookworld_nb.model import GPT, GPTConfig
 from rookworld_nb.rules import env_step, legal_moves
 from rookworld_nb.tasks import parse_env, parse_policy
@@ -86,7 +86,7 @@ def test_weights_stress_what_changes():
     assert weights[:71].nonzero().numel() == 71 and (weights[:71] == 5).sum() == 2     # e2 and e4 and nothing else
     slots = square_slots(TOKENIZER)
     assert {slots[TOKENIZER.token_to_id(s)].item() for s in ('e2', 'e4')} == set((weights[:71] == 5).nonzero().squeeze(1).tolist())
-    assert TOKENIZER.decode(ids[0, 84 + 77:84 + 79].tolist()) == '0.00' and (weights[77:79] == 3).all()
+    assert TOKENIZER.decode(ids[0, 84 + 77:84 + 79].tolist()) == '0.00' and (weights[77:79] == 5).all()
 
 
 def test_evaluations_weigh_less():
@@ -165,7 +165,25 @@ def test_env_shards_are_reproducible_and_kept(tmp_path):
     assert (tmp_path/'a'/'env-0000.txt').read_text() == 'kept'
 
 
-@pytest.mark.parametrize('name', ['steps', 'shards', 'nodes', 'n_embd', 'threads'])
+def test_shards_of_other_settings_are_refused(tmp_path, caplog):
+    policy = [sample for sample in shipped('train') if sample.task == 'P'][:20]
+    write_lines(policy, tmp_path/'policy-0000.txt')     # made before settings were kept
+    make = lambda **changes: make_policy_data(tmp_path, **{'n_shards': 1, 'size': 20, 'nodes': 50, 'processes': 1} | changes)
+    assert make() == [tmp_path/'policy-0000.txt'] and "'nodes': 50" in caplog.text
+    caplog.clear()
+    make(processes=2)
+    assert not caplog.records
+    for change, words in (({'nodes': 60}, '--nodes 50, not 60'), ({'size': 21}, '--policy-shard 20, not 21'),
+                          ({'seed': 1}, '--seed 0, not 1'), ({'mate_share': .1}, '--mate-share 0.0, not 0.1')):
+        with pytest.raises(PretrainError, match=words):
+            make(n_shards=2, **change)
+    make_env_data(tmp_path, 1, size=5, seed=3, processes=1)
+    with pytest.raises(PretrainError, match='--env-shard 5, not 6'):
+        make_env_data(tmp_path, 2, size=6, seed=3, processes=1)
+    assert not (tmp_path/'policy-0001.txt').exists() and not (tmp_path/'env-0001.txt').exists()
+
+
+@pytest.mark.parametrize('name', ['steps', 'shards', 'nodes', 'n_embd', 'threads', 'warmup_steps', 'decay_share'])
 def test_bad_settings_name_their_flag(name):
     with pytest.raises(PretrainError, match='--' + name.replace('_', '-')):
         PretrainConfig(**{name: 0})

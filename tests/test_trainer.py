@@ -16,7 +16,7 @@ from rookworld_nb.model import GPT
 from rookworld_nb.positions import PromptMix, Sample
 from rookworld_nb.rewards import Scores
 from rookworld_nb.sampling import completion_logprobs
-from rookworld_nb.trainer import (Critic, FirstUpdateError, Health, Learning, Trainer, TrainerConfig, accumulate_gradients, build_optimizer,
+from rookworld_nb.trainer import (RECENT, Critic, FirstUpdateError, Health, Learning, Trainer, TrainerConfig, accumulate_gradients, build_optimizer,
                                   check_first_update, items_of, lr_factor, micro_batches, restore_trainer, trainer_state)
 
 TASK = CountingTask()
@@ -661,6 +661,33 @@ def test_a_single_skipped_update_is_none(model):
     assert len(rows) == 8 and trainer.health.recoveries == 0 and rows[-1]['skipped_updates'] == 4
 
 
+def test_what_went_wrong_is_recent_for_a_while_only(model):
+    trainer = Trainer(copy.deepcopy(model), config(steps=RECENT + 4))
+    bad, good = next(collector(model, scorer=poisoned_rewards(math.nan))), next(collector(model))
+    rows = list(trainer.run([good, bad, bad] + [good]*(RECENT + 1)))
+    assert [row['skipped_updates'] for row in rows] == [0, 1] + [2]*(RECENT + 2)
+    assert [row['skipped_recently'] for row in rows] == [0, 1] + [2]*(RECENT - 1) + [1, 0, 0]
+    trainer = Trainer(model, config(steps=9, max_skipped=2, max_recoveries=1))
+    rows = list(trainer.run([bad, bad, good]))
+    assert [(row['recoveries'], row['recoveries_recently']) for row in rows] == [(0, 0), (0, 0), (1, 1)]
+    again = Trainer(model, config())
+    restore_trainer(again, trainer_state(trainer))
+    assert again.health == trainer.health and again.health.metrics(2 + RECENT)['recoveries_recently'] == 0
+    old = {name: value for name, value in trainer_state(trainer)['health'].items() if not name.endswith('_at')}
+    restore_trainer(again, trainer_state(trainer) | {'health': old})    # of a checkpoint that did not know of them
+    assert again.health.metrics(3) == {'skipped_updates': 2, 'recoveries': 1, 'skipped_recently': 0, 'recoveries_recently': 0}
+
+
+def test_a_refused_first_update_stays_the_first(model):
+    trainer, experience = Trainer(model, config()), uneven(model)
+    wrong = wrong_temperature(model, next(collector(model, temperature=.7)))
+    for _ in range(2):
+        with pytest.raises(FirstUpdateError):
+            list(trainer.run([wrong]))
+        assert trainer.step == 0
+    assert [row['step'] for row in trainer.run([experience])] == [1]
+
+
 LIMITS = dict(kl_divergence_threshold=.5, kl_tail_threshold=2., kl_spike_factor=4., kl=KLConfig(kl_target=.05))
 
 
@@ -796,7 +823,7 @@ def test_check_first_update_is_silent_where_all_is_well(model):
     {'steps': 0}, {'lr': -1.}, {'lr': math.inf}, {'lr': math.nan}, {'lr_schedule': 'step'}, {'lr_final': 1.5}, {'warmup_steps': -1},
     {'weight_decay': -.1}, {'grad_clip': 0.}, {'micro_batch_size': 0}, {'clip_low': -.1}, {'clip_high': math.nan}, {'loss_type': 'mean'},
     {'importance_level': 'word'}, {'kl_estimator': 'k3'}, {'kl_divergence_threshold': 0.}, {'kl_tail_threshold': 0.}, {'kl_spike_factor': -1.},
-    {'max_skipped': 0}, {'max_recoveries': -1}, {'gamma': 1.1}, {'gae_lambda': -.1}, {'value_loss_coef': -1.}, {'clip_low': 2.}, {'entropy_coef': math.nan},
+    {'max_skipped': 0}, {'grad_clip': None}, {'identity_tolerance': None}, {'max_recoveries': -1}, {'gamma': 1.1}, {'gae_lambda': -.1}, {'value_loss_coef': -1.}, {'clip_low': 2.}, {'entropy_coef': math.nan},
     {'identity_tolerance': 0.}, {'betas': (.9, 1.)}])
 def test_bad_settings_name_themselves(options):
     with pytest.raises(ValueError, match=next(iter(options))):
