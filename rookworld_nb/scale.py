@@ -4,12 +4,12 @@
 
 # %% auto #0
 __all__ = ['logger', 'PRESETS', 'PAIR', 'SHARED', 'KINDS', 'READERS', 'FALL', 'BATCHES', 'BEAT', 'TRIES', 'POLL', 'COLUMNS',
-           'BINS', 'FEW', 'ENOUGH', 'BEST', 'EXAMPLES', 'SearchError', 'Choices', 'Span', 'pair_of', 'kinds_of',
-           'setting_value', 'read_dimension', 'fields_of', 'settings_at', 'read_space', 'Search', 'hopeless', 'Verdict',
-           'verdict_of', 'examine_run', 'train_trial', 'run_trial', 'suggest', 'connect', 'open_study', 'is_lost',
-           'by_ticket', 'is_given_up', 'reissue', 'deal', 'outcome_of', 'attempt', 'trials_of', 'work', 'tables_of',
-           'run_search', 'stop', 'trial_table', 'labels_of', 'success_rates', 'importance', 'why_failed', 'best_of',
-           'search_report', 'plot_success', 'plot_slices']
+           'BINS', 'FEW', 'ENOUGH', 'BEST', 'EXAMPLES', 'SearchError', 'WorkersLost', 'Choices', 'Span', 'pair_of',
+           'kinds_of', 'setting_value', 'read_dimension', 'fields_of', 'settings_at', 'read_space', 'Search',
+           'hopeless', 'Verdict', 'verdict_of', 'examine_run', 'train_trial', 'run_trial', 'suggest', 'connect',
+           'open_study', 'is_lost', 'by_ticket', 'is_given_up', 'reissue', 'deal', 'outcome_of', 'attempt', 'trials_of',
+           'work', 'tables_of', 'run_search', 'stop', 'trial_table', 'labels_of', 'success_rates', 'importance',
+           'why_failed', 'best_of', 'search_report', 'plot_success', 'plot_slices']
 
 # %% ../nbs/21_scale.ipynb #2a2efdb5
 import logging
@@ -59,6 +59,10 @@ KINDS = get_type_hints(TrainConfig)
 
 class SearchError(ValueError):
     "A study that cannot be run as asked; the message names the flag, its value and the valid ones."
+
+
+class WorkersLost(ValueError):
+    "All processes of a study have ended before its trials were done."
 
 
 class Choices(tuple):
@@ -505,7 +509,7 @@ def tables_of(
     yield (table := trial_table(study, search))
     if len(table) < search.size:
         codes = ', '.join(str(process.exitcode) for process in processes)
-        raise SearchError(f'{len(table)} of {search.size} trials are done, and no worker is left (exit codes {codes}); '
+        raise WorkersLost(f'{len(table)} of {search.size} trials are done, and no worker is left (exit codes {codes}); '
                           f'the same command goes on from here')
 
 # %% ../nbs/21_scale.ipynb #693dd53c
