@@ -8,7 +8,7 @@ __all__ = ['logger', 'REQUIRED', 'READERS', 'SUITES', 'Suites', 'HEADINGS', 'COM
            'read_settings', 'input_lines', 'at_least_one', 'emit', 'without_nan', 'positions', 'uci', 'batches',
            'generate', 'read_rows', 'read_row', 'score', 'positions_in', 'label', 'evaluation_samples', 'examine',
            'suite_puzzles', 'suite_openings', 'play_suites', 'evaluate_model', 'metric_tables', 'report_evaluation',
-           'as_columns', 'train', 'pretrain', 'push', 'report', 'ablate', 'search', 'batch_size', 'Command',
+           'as_columns', 'train', 'pretrain', 'report', 'ablate', 'search', 'push', 'batch_size', 'Command',
            'run_command', 'overview', 'is_input_error', 'console_logging', 'main']
 
 # %% ../nbs/22_cli.ipynb #0f1f1bea
@@ -671,23 +671,6 @@ def pretrain(
     module.pretrain(module.PretrainConfig(**config))
 
 
-def push(
-    model: str,                     # the folder of a checkpoint, or nano
-    to: str,                        # owner/name of a Hugging Face repository; made where it is not there
-    dry_run: bool = False,          # only list what would be sent; needs neither network nor token
-    private: bool = True,           # a repository that has to be made is seen by its owner alone
-    revision: str | None = None,    # branch, which must be there; none: the main one
-    message: str = 'Upload model',  # of the commit
-) -> None:
-    "Send a model folder to the hub: weights, tokenizer and model card, in one commit."
-    from rookworld_nb import weights
-    if model != 'nano' and not Path(model).is_dir():
-        raise UsageError(f'--model {model}: there is no such folder')
-    files = weights.push_list(weights.model_folder(model), to)
-    for line in weights.push_lines(files): emit(line)
-    emit(f'would go to {to}' if dry_run else weights.push(files, to, private, revision, message))
-
-
 def report(
     *folders: str,  # run folders; none: the newest in runs/
 ) -> None:
@@ -733,6 +716,23 @@ def search(
     emit(search_report(table, study))
 
 # %% ../nbs/22_cli.ipynb #b47c551e
+def push(
+    model: str,                     # the folder of a checkpoint, or nano
+    to: str,                        # owner/name of a Hugging Face repository; made where it is not there
+    dry_run: bool = False,          # only list what would be sent; needs neither network nor token
+    private: bool = True,           # a repository that has to be made is seen by its owner alone
+    revision: str | None = None,    # branch, which must be there; none: the main one
+    message: str = 'Upload model',  # of the commit
+) -> None:
+    "Send a model folder to the hub: weights, tokenizer and model card, in one commit."
+    from rookworld_nb import weights
+    if model != 'nano' and not Path(model).is_dir():
+        raise UsageError(f'--model {model}: there is no such folder')
+    files = weights.push_list(weights.model_folder(model), to)
+    for line in weights.push_lines(files): emit(line)
+    emit(f'would go to {to}' if dry_run else weights.push(files, to, private, revision, message))
+
+
 def batch_size(
     model: str = 'nano',          # nano, a folder, or a Hugging Face id
     target: float = 0.85,         # share of the memory that a batch may take
