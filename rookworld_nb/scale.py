@@ -253,7 +253,7 @@ def hopeless(
 # %% ../nbs/21_scale.ipynb #ecd8e7d6
 class Verdict(NamedTuple):
     "How a trial ended."
-    outcome: str                    # success, no gain, diverged, hopeless or error
+    outcome: str                    # success, no gain, worse, diverged, hopeless or error
     reason: str                     # one clause
     gain: float = math.nan          # held-out reward, after minus before
     standard_error: float = math.nan  # of the gain, over prompts
@@ -265,7 +265,7 @@ def verdict_of(
 ) -> Verdict:
     "Judge a trial that has finished."
     low, high = gain - 1.96*standard_error, gain + 1.96*standard_error
-    return Verdict('success' if low > 0 else 'no gain', f'{gain:+.4f}, 95 % interval {low:+.4f} to {high:+.4f}', gain,
+    return Verdict('success' if low > 0 else 'worse' if high < 0 else 'no gain', f'{gain:+.4f}, 95 % interval {low:+.4f} to {high:+.4f}', gain,
                    standard_error)
 
 
@@ -589,21 +589,22 @@ def success_rates(
     index = pd.MultiIndex.from_tuples(groups, names=['setting', 'value'])
     return pd.DataFrame(rows, index, ['n', 'successes', 'rate', 'low', 'high'])
 
-# %% ../nbs/21_scale.ipynb #cdb82102
-ENOUGH = 12    # gains without which importance is noise
+# %% ../nbs/21_scale.ipynb #c4427b5b
+ENOUGH = 40    # gains without which importance is noise: the best quarter is then ten trials
 BEST = .25     # share of the trials that count as good
 
 
 def importance(
     table: pd.DataFrame,      # of `trial_table`
-    settings: Sequence[str],  # its columns to look at
+    space: Mapping[str, Choices | Span],  # the settings to look at; a range says whether it is logarithmic
 ) -> pd.Series:               # by setting, the largest first, in sum 1; empty with fewer than ENOUGH gains
     "Optuna's importance (PED-ANOVA) of the settings for being among the best quarter by gain."
     optuna, done = optional_module('optuna', 'search'), table[table['gain'].notna()]
     kinds = {name: optuna.distributions.CategoricalDistribution(tuple(done[name].unique().tolist()))
              if done[name].dtype in (object, bool) or done[name].nunique() <= FEW else
-             optuna.distributions.FloatDistribution(float(done[name].min()), float(done[name].max()))
-             for name in settings if done[name].nunique() > 1}
+             optuna.distributions.FloatDistribution(float(done[name].min()), float(done[name].max()),
+                                                    log=isinstance(part, Span) and part.log)
+             for name, part in space.items() if done[name].nunique() > 1}
     if len(done) < ENOUGH or not kinds:
         return pd.Series(dtype=float)
     study = optuna.create_study(direction='maximize')
@@ -649,10 +650,12 @@ def search_report(
 ) -> str:                 # some pages of text
     "What a study says."
     names, numbers = list(search.dimensions), {'float_format': '{:.2f}'.format}
-    rates, weights = success_rates(table, names), importance(table, names)
+    rates, weights = success_rates(table, names), importance(table, search.dimensions)
     title = 'Importance for being among the best quarter of the trials with a gain:\n'
     parts = [f'{len(table)} of {search.size} trials; success: finished without divergence, and the held-out reward on '
-             f'{search.task}: improved', rates.to_string(**numbers), why_failed(table),
+             f'{search.task}: improved', rates.to_string(**numbers),
+             '' if search.points else 'The search chose where to look by earlier trials: these rates are no fair sample.',
+             why_failed(table),
              title + weights.to_string(**numbers) if len(weights) else '', best_of(table)]
     text = '\n\n'.join(filter(None, parts))
     pictures = {'success.png': png_of(plot_success(rates)), 'slices.png': png_of(plot_slices(table, names))}
