@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['SHARED', 'STUDIES', 'DEFAULT', 'UNTRAINED', 'KEPT', 'AblationError', 'cells_of', 'run_place', 'settings_of',
-           'result_rows', 'run_cell', 'read_results', 'keep', 'planned_runs', 'run_study', 'effects']
+           'result_rows', 'run_cell', 'read_results', 'keep', 'planned_runs', 'run_study', 'gains_of', 'effects']
 
 # %% ../nbs/20_ablations.ipynb #f019b59b
 import json
@@ -67,7 +67,7 @@ UNTRAINED = 'untrained'  # the model that all runs start from
 
 # %% ../nbs/20_ablations.ipynb #0cfec89e
 class AblationError(ValueError):
-    "A study that does not exist, or a run that failed; the message names it."
+    "A study that does not exist or was started with other settings; the message names it."
 
 
 def cells_of(
@@ -192,13 +192,30 @@ def run_study(
                 f'{cell!r} with seed {seed}' for (cell, seed), config in todo.items()}
         try:
             for job in as_completed(jobs):
-                if job.exception():
-                    raise AblationError(f'the run {jobs[job]} failed: {job.exception()}') from job.exception()
+                if error := job.exception():
+                    error.add_note(f'in the run {jobs[job]}')    # and stays what it is: the user's mistake or ours
+                    raise error
                 yield keep(folder, job.result())
         finally:
             pool.shutdown(cancel_futures=True)
 
 # %% ../nbs/20_ablations.ipynb #de115990
+def gains_of(
+    results: pd.DataFrame,       # of `run_study`
+    task: str = 'P',             # P or A
+    decoding: str = 'sampled',   # sampled | greedy
+    metric: str = 'reward',      # one of KEPT[task]
+    reference: str = DEFAULT,    # a cell that must be there
+) -> pd.DataFrame:               # by cell, one column a seed; NaN where a run is missing
+    "Held-out gain of every run over the untrained model."
+    rows = results.query('task == @task and decoding == @decoding and metric == @metric')
+    values = rows.pivot(index='cell', columns='seed', values='value').loc[rows['cell'].unique()]
+    if missing := {UNTRAINED, reference} - {*values.index}:
+        raise AblationError(f'no cell {missing.pop()!r} with {task}: {decoding} {metric} to compare with; '
+                            f'there are: {", ".join(values.index)}')
+    return values.drop(UNTRAINED) - values.loc[UNTRAINED]
+
+
 def effects(
     results: pd.DataFrame,       # of `run_study`
     task: str = 'P',             # P or A
@@ -206,19 +223,14 @@ def effects(
     metric: str = 'reward',      # one of KEPT[task]
     reference: str = DEFAULT,    # the cell to compare with
 ) -> pd.DataFrame:               # by cell: gain over UNTRAINED, effect against the reference, standard_error, seeds
-    "Held-out gain of every cell, and how it differs from the reference's."
-    rows = results.query('task == @task and decoding == @decoding and metric == @metric')
-    values = rows.pivot(index='cell', columns='seed', values='value').loc[rows['cell'].unique()]
-    if missing := {UNTRAINED, reference} - {*values.index}:
-        raise AblationError(f'no cell {missing.pop()!r} with {task}: {decoding} {metric} to compare with; '
-                            f'there are: {", ".join(values.index)}')
-    gains = values.drop(UNTRAINED) - values.loc[UNTRAINED]
-    measured, seeds = gains.stack().dropna(), gains.count(axis=1)
+    "Held-out gain of every cell, and how it differs from the reference's over the seeds that both have."
+    gains = gains_of(results, task, decoding, metric, reference)
+    differences, measured = gains - gains.loc[reference], gains.stack().dropna()
     cells, lots = (pd.get_dummies(measured.index.get_level_values(name)) for name in ('cell', 'seed'))
     design = np.hstack([cells, lots]).astype(float)
     residuals = measured.to_numpy() - design @ np.linalg.lstsq(design, measured.to_numpy(), rcond=None)[0]
     free = len(measured) - np.linalg.matrix_rank(design)
     sigma = np.sqrt(residuals @ residuals/free) if free else np.nan
-    error = sigma*np.sqrt(1/seeds + 1/seeds[reference])
-    return pd.DataFrame({'gain': gains.mean(axis=1), 'effect': (gains - gains.loc[reference]).mean(axis=1),
-                         'standard_error': error.where(gains.index != reference), 'seeds': seeds})
+    error = sigma*np.sqrt(2/differences.count(axis=1).replace(0, np.nan))
+    return pd.DataFrame({'gain': gains.mean(axis=1), 'effect': differences.mean(axis=1),
+                         'standard_error': error.where(gains.index != reference), 'seeds': gains.count(axis=1)})

@@ -314,13 +314,15 @@ def summarise(
     resamples: int = 1000, # of the bootstrap
     seed: int = 0,         # of the bootstrap
 ) -> pd.DataFrame:         # by (task, temperature, metric): mean, low, high (95 %), n prompts
-    """Mean of every metric with its bootstrap interval over prompts."""
+    """Mean of every metric over prompts; Wilson's interval where each prompt says 0 or 1, else the bootstrap's."""
     rows = []
     for (task, temperature), part in table.groupby(['task', 'temperature']):
         for metric in METRICS[task]:
             values = by_prompt(part, metric).to_numpy()
             if len(values):
-                low, high = bootstrap_interval(values, resamples, seed)
+                shares = np.isin(values, (0, 1)).all()    # the bootstrap of twelve ones would be 1 to 1
+                low, high = (wilson_interval(int(values.sum()), len(values)) if shares else
+                             bootstrap_interval(values, resamples, seed))
                 rows.append((task, temperature, metric, values.mean(), low, high, len(values)))
     columns = ['task', 'temperature', 'metric', 'mean', 'low', 'high', 'n']
     return pd.DataFrame(rows, columns=columns).set_index(columns[:3])

@@ -8,11 +8,11 @@ __all__ = ['NUMERIC', 'LOWER_IS_BETTER', 'SIGNIFICANT', 'KEYS', 'NUMBERS', 'TASK
            'read_run', 'ending', 'Html', 'element', 'table_of', 'number', 'rank', 'temperature_name', 'comparison',
            'is_shown', 'plot_differences', 'plot_bands', 'plot_task', 'bin_edges', 'draw_histograms',
            'plot_distributions', 'Finding', 'findings', 'ranges', 'plot_lights', 'spread', 'pick_samples',
-           'sample_card', 'samples_of', 'first_update', 'changed_settings', 'as_word', 'command_line', 'png_of', 'draw',
-           'figure_of', 'section', 'clock_text', 'dot', 'events_section', 'facts', 'heading', 'change_row',
-           'changes_section', 'course_section', 'lights_section', 'start_section', 'samples_section',
-           'settings_section', 'page', 'report', 'MissingExtraError', 'optional_module', 'measured', 'MetricWriter',
-           'TensorBoardWriter', 'WandbWriter']
+           'sample_card', 'samples_of', 'identity_tolerance', 'first_update', 'changed_settings', 'as_word',
+           'command_line', 'png_of', 'draw', 'figure_of', 'section', 'clock_text', 'dot', 'events_section', 'facts',
+           'heading', 'change_row', 'changes_section', 'course_section', 'lights_section', 'start_section',
+           'samples_section', 'settings_section', 'page', 'report', 'MissingExtraError', 'optional_module', 'measured',
+           'MetricWriter', 'TensorBoardWriter', 'WandbWriter']
 
 # %% ../nbs/19_report.ipynb #1172b65e
 import base64
@@ -45,8 +45,7 @@ from .monitor import (
     BAND, BLUE, COLOURS, FAINT, INK, LIGHT_COLOURS, MUTED, ORANGE, STYLE, TABLE_COLUMNS, Curves, Light, Panel, Picture,
     column, dress, lights, metric_for, metric_rows, overall, plain, plot_curves, read_completions, values_of,
     view_limits, write_atomic)
-from .run import SHOWN, TrainConfig, read_events
-from .trainer import TrainerConfig
+from .run import SHOWN, SMALL, TrainConfig, read_events
 
 # %% ../nbs/19_report.ipynb #40a214f1
 class ReportError(ValueError):
@@ -201,7 +200,7 @@ def rank(
     shown, z = SHOWN.get(row['task'], ()), abs(row['z'])
     if row['metric'] in shown:
         return 0, row['task'] != 'P', -row['temperature'], shown.index(row['metric'])
-    return 1, -z if z == z else 1, 0, 0
+    return 1, 1 if math.isnan(z) else -z, 0, 0
 
 
 def temperature_name(
@@ -220,8 +219,7 @@ def comparison(
         table = table.astype({name: float for name in ('temperature', *NUMBERS)})
     except (TypeError, ValueError) as error:
         raise ReportError(f'summary.json: the comparison is no table of numbers: {error}') from None
-    certain = table['z'].isna() & (table['standard_error'] == 0) & (table['difference'] != 0)
-    table['z'] = table['z'].mask(certain, np.sign(table['difference'])*math.inf)
+    table['z'] = table['z'].mask(np.isinf(table['z']) | (table['standard_error'] == 0))    # unmeasured, not certain
     good = table['z']*np.where(table['metric'].isin(LOWER_IS_BETTER), -1, 1)
     table['verdict'] = np.select([good >= SIGNIFICANT, good <= -SIGNIFICANT], ['better', 'worse'], '')
     return table.iloc[sorted(range(len(table)), key=lambda i: rank(table.iloc[i]))].reset_index(drop=True)
@@ -495,16 +493,27 @@ def samples_of(
 KL_ROUNDING = 1e-5  # nats per token
 
 
+def identity_tolerance(
+    config: Mapping[str, Any],  # config.json; what it lacks has its default
+) -> float:  # largest |ratio - 1| before the first update
+    "The limit of the start-up check, which depends on the precision of the run."
+    precision = {name: config[name] for name in ('bf16', 'matmul_precision') if name in config}
+    try:
+        return TrainConfig(**precision).for_size(SMALL).trainer.identity_tolerance
+    except ValueError as error:
+        raise ReportError(f'config.json: {error}') from None
+
+
 def first_update(
-    rows: Sequence[Mapping[str, float]],  # of a run
-) -> list[tuple[str, float, float, bool]] | None:  # metric, value, what it must be, whether it is; None without step 1
-    "The start-up check in the log."
-    row = next((row for row in rows if row['step'] == 1), None)
+    run: RunData,  # any
+) -> list[tuple[str, float, float, float, bool]] | None:  # metric, value, target, room, passed; None without step 1
+    "The start-up check in the log, with the tolerance of the run."
+    row = next((row for row in run.rows if row['step'] == 1), None)
     if row is None:
         return None
-    wanted = {'ratio_max': (1., TrainerConfig().identity_tolerance), 'clip_ratio/region_mean': (0., 0.),
-              'kl': (0., KL_ROUNDING)}
-    return [(name, row[name], target, abs(row[name] - target) <= room) for name, (target, room) in wanted.items()
+    room = identity_tolerance(run.config)
+    wanted = {'ratio_max': (1., room), 'clip_ratio/region_mean': (0., 0.), 'kl': (0., room**2/2 + KL_ROUNDING)}
+    return [(name, row[name], target, room, abs(row[name] - target) <= room) for name, (target, room) in wanted.items()
             if name in row]
 
 # %% ../nbs/19_report.ipynb #c49fc890
@@ -636,7 +645,8 @@ def facts(
     table = comparison(run.summary)
     for row in table[table['metric'] == 'reward'].drop_duplicates('task').to_dict('records'):
         found[f'Held-out {row["task"]}: reward'] = (
-            f'{number(row["before"])} before, {number(row["after"])} after, z = {number(row["z"], "+z.1f")}')
+            f'{number(row["before"])} before, {number(row["after"])} after, z = {number(row["z"], "+z.1f")}, '
+            f'{temperature_name(row["temperature"])}')
     if not run.rows:
         return found
     last = run.rows[-1]
@@ -646,7 +656,7 @@ def facts(
     found['Time in steps'] = f'{seconds/60:.1f} min'
     if rewards:
         first, best, now = map(number, (rewards[0], max(rewards), rewards[-1]))
-        found['Sampled reward'] = f'{first} at first, {best} at best, {now} at last'
+        found['Reward of a batch'] = f'{first} at first, {best} the highest, {now} at last'
     counted = {'Tokens': 'num_tokens', 'Skipped updates': 'skipped_updates', 'Recoveries': 'recoveries'}
     found |= {name: number(last[key], ',.0f') for name, key in counted.items() if key in last}
     light = overall(last)
@@ -687,8 +697,10 @@ def changes_section(
     head = ['task', 'sampling', 'metric', 'before', 'after', 'difference', 'SE', 'z', 'n', 'chance', '']
     shown, step = is_shown(table), run.summary.get('steps', run.done)
     first, rest = ([change_row(row) for row in part.to_dict('records')] for part in (table[shown], table[~shown]))
-    note = (f'Held-out prompts, each compared with itself. Marked where |z| is at least {SIGNIFICANT:g}; if nothing '
-            f'had changed, about {len(table)/20:.0f} of these {len(table)} rows would be marked all the same.')
+    able = int(table['z'].notna().sum())
+    note = (f'Held-out prompts, each compared with itself. Marked where |z| is at least {SIGNIFICANT:g}. If nothing had '
+            f'changed, about {able/20:.1f} of the {able} rows that have a z would be marked all the same, in clumps, since '
+            'metrics of the same answers move together. Judge by the reward at the training temperature.')
     more = element('summary', f'{len(rest)} more metrics, the surest change first')
     return section(
         'Before and after',
@@ -741,12 +753,13 @@ def start_section(
     "The check of the first update."
     if not run.rows:
         return None
-    if (found := first_update(run.rows)) is None:
+    if (found := first_update(run)) is None:
         return section('The first update', element('p', 'Step 1 is not in the log.'))
     verdicts = {True: element('b', 'passed', class_='better'), False: element('b', 'failed', class_='worse')}
-    rows = [[name, number(value, '.6g'), number(target, 'g'), verdicts[well]] for name, value, target, well in found]
+    rows = [[name, number(value, '.6g'), number(target, 'g'), number(room, '.2g'), verdicts[well]]
+            for name, value, target, room, well in found]
     note = element('p', 'Before anything is learned, policy, sampler and reference are the same model.')
-    return section('The first update', note, table_of(['metric', 'is', 'must be', ''], rows))
+    return section('The first update', note, table_of(['metric', 'is', 'must be', 'within', ''], rows))
 
 # %% ../nbs/19_report.ipynb #e799105a
 def samples_section(
@@ -769,7 +782,9 @@ def settings_section(
                for name, value in changed_settings(run.config).items()]
     whole = [[name, as_word(value)] for name, value in run.config.items()]
     differing = table_of(['setting', 'value', 'default'], changed) if changed else element('p', 'All are the defaults.')
-    note = 'It writes a folder of its own; the same seed on the same kind of machine gives the same numbers.'
+    note = ('It writes a folder of its own; '
+            + ('this run was steered by hand, and the command repeats it without that.' if read_events(run.folder) else
+               'the same seed on the same kind of machine gives the same numbers.'))
     return section(
         'Settings', differing,
         element('details', element('summary', f'All {len(whole)} settings'), table_of(['setting', 'value'], whole)),

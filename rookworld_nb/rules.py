@@ -111,6 +111,11 @@ def _read_info(
     return Candidate(words[words.index('pv') + 1], centipawns / 100)
 
 # %% ../nbs/03_rules.ipynb #f5337d4a
+class _EngineFailure(Exception):
+    "The engine hung, died, or answered nonsense."
+
+_START_SECONDS = 20.
+
 class EngineNotFound(ValueError):
     "No Stockfish where one is needed."
 
@@ -131,11 +136,6 @@ def find_stockfish(
     raise EngineNotFound(f"Stockfish was not found on $PATH; {_REMEDY}")
 
 # %% ../nbs/03_rules.ipynb #5495b00e
-class _EngineFailure(Exception):
-    "The engine hung, died, or answered nonsense."
-
-_START_SECONDS = 20.
-
 class _EngineProcess:
     "One running UCI engine; every exchange ends in time, because a watchdog kills a process that is late."
 

@@ -4,12 +4,12 @@
 
 # %% auto #0
 __all__ = ['logger', 'PRESETS', 'PAIR', 'SHARED', 'KINDS', 'READERS', 'FALL', 'BATCHES', 'BEAT', 'TRIES', 'POLL', 'COLUMNS',
-           'BINS', 'FEW', 'ENOUGH', 'BEST', 'EXAMPLES', 'SearchError', 'Choices', 'Span', 'pair_of', 'kinds_of',
-           'setting_value', 'read_dimension', 'fields_of', 'settings_at', 'read_space', 'Search', 'hopeless', 'Verdict',
-           'verdict_of', 'examine_run', 'train_trial', 'run_trial', 'suggest', 'connect', 'open_study', 'is_lost',
-           'by_ticket', 'is_given_up', 'reissue', 'deal', 'outcome_of', 'attempt', 'trials_of', 'work', 'tables_of',
-           'run_search', 'stop', 'trial_table', 'labels_of', 'success_rates', 'importance', 'why_failed', 'best_of',
-           'search_report', 'plot_success', 'plot_slices']
+           'BINS', 'FEW', 'ENOUGH', 'BEST', 'EXAMPLES', 'SearchError', 'WorkersLost', 'Choices', 'Span', 'pair_of',
+           'kinds_of', 'setting_value', 'read_dimension', 'fields_of', 'settings_at', 'read_space', 'Search',
+           'hopeless', 'Verdict', 'verdict_of', 'examine_run', 'train_trial', 'run_trial', 'suggest', 'connect',
+           'open_study', 'is_lost', 'by_ticket', 'is_given_up', 'reissue', 'deal', 'outcome_of', 'attempt', 'trials_of',
+           'work', 'tables_of', 'run_search', 'stop', 'trial_table', 'labels_of', 'success_rates', 'importance',
+           'why_failed', 'best_of', 'search_report', 'plot_success', 'plot_slices']
 
 # %% ../nbs/21_scale.ipynb #2a2efdb5
 import logging
@@ -59,6 +59,10 @@ KINDS = get_type_hints(TrainConfig)
 
 class SearchError(ValueError):
     "A study that cannot be run as asked; the message names the flag, its value and the valid ones."
+
+
+class WorkersLost(ValueError):
+    "All processes of a study have ended before its trials were done."
 
 
 class Choices(tuple):
@@ -249,7 +253,7 @@ def hopeless(
 # %% ../nbs/21_scale.ipynb #ecd8e7d6
 class Verdict(NamedTuple):
     "How a trial ended."
-    outcome: str                    # success, no gain, diverged, hopeless or error
+    outcome: str                    # success, no gain, worse, diverged, hopeless or error
     reason: str                     # one clause
     gain: float = math.nan          # held-out reward, after minus before
     standard_error: float = math.nan  # of the gain, over prompts
@@ -261,7 +265,7 @@ def verdict_of(
 ) -> Verdict:
     "Judge a trial that has finished."
     low, high = gain - 1.96*standard_error, gain + 1.96*standard_error
-    return Verdict('success' if low > 0 else 'no gain', f'{gain:+.4f}, 95 % interval {low:+.4f} to {high:+.4f}', gain,
+    return Verdict('success' if low > 0 else 'worse' if high < 0 else 'no gain', f'{gain:+.4f}, 95 % interval {low:+.4f} to {high:+.4f}', gain,
                    standard_error)
 
 
@@ -505,7 +509,7 @@ def tables_of(
     yield (table := trial_table(study, search))
     if len(table) < search.size:
         codes = ', '.join(str(process.exitcode) for process in processes)
-        raise SearchError(f'{len(table)} of {search.size} trials are done, and no worker is left (exit codes {codes}); '
+        raise WorkersLost(f'{len(table)} of {search.size} trials are done, and no worker is left (exit codes {codes}); '
                           f'the same command goes on from here')
 
 # %% ../nbs/21_scale.ipynb #693dd53c
@@ -585,21 +589,22 @@ def success_rates(
     index = pd.MultiIndex.from_tuples(groups, names=['setting', 'value'])
     return pd.DataFrame(rows, index, ['n', 'successes', 'rate', 'low', 'high'])
 
-# %% ../nbs/21_scale.ipynb #cdb82102
-ENOUGH = 12    # gains without which importance is noise
+# %% ../nbs/21_scale.ipynb #c4427b5b
+ENOUGH = 40    # gains without which importance is noise: the best quarter is then ten trials
 BEST = .25     # share of the trials that count as good
 
 
 def importance(
     table: pd.DataFrame,      # of `trial_table`
-    settings: Sequence[str],  # its columns to look at
+    space: Mapping[str, Choices | Span],  # the settings to look at; a range says whether it is logarithmic
 ) -> pd.Series:               # by setting, the largest first, in sum 1; empty with fewer than ENOUGH gains
     "Optuna's importance (PED-ANOVA) of the settings for being among the best quarter by gain."
     optuna, done = optional_module('optuna', 'search'), table[table['gain'].notna()]
     kinds = {name: optuna.distributions.CategoricalDistribution(tuple(done[name].unique().tolist()))
              if done[name].dtype in (object, bool) or done[name].nunique() <= FEW else
-             optuna.distributions.FloatDistribution(float(done[name].min()), float(done[name].max()))
-             for name in settings if done[name].nunique() > 1}
+             optuna.distributions.FloatDistribution(float(done[name].min()), float(done[name].max()),
+                                                    log=isinstance(part, Span) and part.log)
+             for name, part in space.items() if done[name].nunique() > 1}
     if len(done) < ENOUGH or not kinds:
         return pd.Series(dtype=float)
     study = optuna.create_study(direction='maximize')
@@ -645,10 +650,12 @@ def search_report(
 ) -> str:                 # some pages of text
     "What a study says."
     names, numbers = list(search.dimensions), {'float_format': '{:.2f}'.format}
-    rates, weights = success_rates(table, names), importance(table, names)
+    rates, weights = success_rates(table, names), importance(table, search.dimensions)
     title = 'Importance for being among the best quarter of the trials with a gain:\n'
     parts = [f'{len(table)} of {search.size} trials; success: finished without divergence, and the held-out reward on '
-             f'{search.task}: improved', rates.to_string(**numbers), why_failed(table),
+             f'{search.task}: improved', rates.to_string(**numbers),
+             '' if search.points else 'The search chose where to look by earlier trials: these rates are no fair sample.',
+             why_failed(table),
              title + weights.to_string(**numbers) if len(weights) else '', best_of(table)]
     text = '\n\n'.join(filter(None, parts))
     pictures = {'success.png': png_of(plot_success(rates)), 'slices.png': png_of(plot_slices(table, names))}

@@ -299,9 +299,9 @@ tags: [chess, gpt2, grpo, rookworld_nb]
 ---
 # {title}
 
-A GPT-2 of {parameters:,} parameters ({n_layer} layers, {n_embd} wide, {n_head} heads, {n_positions} positions, {vocab_size} tokens) that answers two kinds
-of chess prompt: `P: FEN` with candidate moves, their evaluations and the best one, `A: FEN+MOVE+HISTORY+` with the next position, its
-reward and whether the game is over.
+A GPT-2 of {parameters:,} parameters ({n_layer} layers, {n_embd} wide, {n_head} heads, {n_positions} positions,
+{vocab_size} tokens) that answers two kinds of chess prompt: `P: FEN` with candidate moves, their evaluations and the
+best one, `A: FEN+MOVE+HISTORY+` with the next position, its reward and whether the game is over.
 
 ```python
 from rookworld_nb.weights import load_pretrained
@@ -353,7 +353,8 @@ def push(
     except ImportError as e: raise HubError("a push needs pip install 'rookworld_nb[hub]'") from e
     if hub.get_token() is None:
         raise HubError('there is no token for the hub: set HF_TOKEN to one that may write, or say `hf auth login`')
-    operations = [hub.CommitOperationAdd(name, str(what) if isinstance(what, Path) else what) for name, what in files.items()]
+    operations = [hub.CommitOperationAdd(name, str(what) if isinstance(what, Path) else what)
+                  for name, what in files.items()]
     try:
         api = hub.HfApi(library_name='rookworld_nb')
         api.create_repo(repo_id, private=private, exist_ok=True)

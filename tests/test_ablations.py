@@ -22,6 +22,7 @@ from rookworld_nb.grpo import BASELINES, REWARD_SCALES
 from rookworld_nb.kl import KL_ESTIMATORS
 from rookworld_nb.rewards import RewardScorer, Shaping
 from rookworld_nb.run import BY_SIZE, SMALL, Run, TrainConfig, resumed_config
+from rookworld_nb.weights import ModelNameError
 
 TINY = {'steps': 2, 'batch_positions': 2, 'group_size': 2, 'max_new_tokens': 16, 'eval_policy': 2, 'eval_env': 2, 'eval_samples': 1, 'save_every': 1}
 TEMPERATURES = TrainConfig().for_size(SMALL).temperature, 0.
@@ -135,7 +136,8 @@ def test_a_change_of_a_default_changes_the_fingerprint(monkeypatch):
 
 def test_a_run_that_fails_is_named_and_the_study_stops(tiny, monkeypatch, tmp_path):
     monkeypatch.setitem(ablations.STUDIES['kl'], 'no KL', {'kl_coef': 0., 'model': str(tmp_path/'nowhere')})
-    with pytest.raises(AblationError, match="the run 'no KL' with seed 1 failed: .*nowhere"): list(run_study(tmp_path/'study', ['kl'], seeds=1))
+    with pytest.raises(ModelNameError, match='nowhere') as caught: list(run_study(tmp_path/'study', ['kl'], seeds=1))
+    assert caught.value.__notes__ == ["in the run 'no KL' with seed 1"]
     assert read_results(tmp_path/'study')['cell'].unique().tolist() == [UNTRAINED, DEFAULT]
 
 
@@ -178,9 +180,22 @@ def test_effects_of_an_unfinished_study():
     residuals = target - design @ np.linalg.solve(design.T @ design, design.T @ target)
     sigma = math.sqrt((residuals**2).sum()/(len(runs) - 6))
     for cell, count in (('a', 3), ('b', 2), ('c', 2)):
-        assert table.loc[cell, 'seeds'] == count and table.loc[cell, 'standard_error'] == pytest.approx(sigma*math.sqrt(1/count + 1/3))
+        assert table.loc[cell, 'seeds'] == count and table.loc[cell, 'standard_error'] == pytest.approx(sigma*math.sqrt(2/count))    # pairs of one seed
         both = [seed for seed in gains[cell]]
         assert table.loc[cell, 'effect'] == pytest.approx(np.mean([gains[cell][seed] - gains[DEFAULT][seed] for seed in both]))
+    nothing_shared = effects(results_of(gains | {'d': {1: .1}, 'e': {1: .2, 2: .1}, 'b': gains['b'], DEFAULT: {2: .1, 3: .2}})).loc['d']
+    assert nothing_shared[['effect', 'standard_error']].isna().all() and nothing_shared['seeds'] == 1
+
+
+def test_the_error_of_pairs_is_the_one_that_is_seen_in_repetitions():
+    "One shared seed of three: the effect is a single difference, and scatters like one."
+    rng, effect, error = np.random.default_rng(0), [], []
+    for _ in range(300):
+        gains = {cell: {seed: rng.normal() for seed in (1, 2, 3)} for cell in (DEFAULT, 'a', 'b', 'c')} | {'d': {1: rng.normal()}}
+        found = effects(results_of(gains)).loc['d']
+        effect.append(found['effect'])
+        error.append(found['standard_error']**2)
+    assert np.std(effect)/math.sqrt(np.mean(error)) == pytest.approx(1, abs=.08)
 
 
 def test_one_seed_has_no_error_and_no_default_no_effect():

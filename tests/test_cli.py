@@ -20,13 +20,16 @@ import torch
 from rookworld_nb import cli
 from rookworld_nb.cli import COMMANDS, REQUIRED, UsageError, as_text, evaluation_samples, flags_of, main, parse_value
 from rookworld_nb.evaluate import compare, evaluate
+from rookworld_nb.grpo import BatchShapeError, MissingInputError
 from rookworld_nb.model import GPT, GPTConfig
 from rookworld_nb.positions import shipped
 from rookworld_nb.pretrain import board_tokenizer
 from rookworld_nb.rewards import RewardScorer
 from rookworld_nb.rules import Candidate, EngineNotFound, env_step, find_stockfish, legal_moves
 from rookworld_nb.run import TrainConfig
+from rookworld_nb.scale import WorkersLost
 from rookworld_nb.tasks import env_prompt, format_env
+from rookworld_nb.trainer import FirstUpdateError
 from rookworld_nb.weights import load_pretrained, save_pretrained
 
 START = 'rnbqkbnr/pppppppp/8/8/8/8/PPPPPPPP/RNBQKBNR w KQkq - 0 1'
@@ -128,20 +131,21 @@ def test_every_flag_arrives(name, monkeypatch, cwd):
     monkeypatch.setattr(cli, 'flags_of', lambda target: flags_of(run if target is record else target))
     record.__doc__ = run.__doc__
     monkeypatch.setitem(COMMANDS, name, cli.Command(record, configs))
-    assert main([name]) == 0
+    required = lambda but=None: [word for flag in kinds if flag.default is REQUIRED and flag is not but for word in (flag.word, 'x')]
+    assert main([name, *required()]) == 0
     before = dict(received)
     for flag in kinds:
         arrived = []
         for value in other_values(flag.kind, flag.default, flag.help):
             switch = flag.word if value else flag.word.replace('--', '--no-')
             words = [switch] if flag.kind is bool else [flag.word, as_text(value)]
-            if main([name, *words]) != 0:
+            if main([name, *required(), *words]) != 0:
                 continue  # the configuration refuses it
             assert received[flag.name] == value
             assert {k: v for k, v in received.items() if k != flag.name and before.get(k, flag) != v and k in before} == {}
             toml = as_text(value) if flag.kind is bool else json.dumps(as_text(value))
             Path('settings.toml').write_text(f'{flag.word[2:]} = {toml}\n')
-            assert main([name, '--config', 'settings.toml']) == 0 and received[flag.name] == value
+            assert main([name, *required(flag), '--config', 'settings.toml']) == 0 and received[flag.name] == value
             arrived.append(value)
             break
         assert arrived, f'{flag.word}: no value was accepted'
@@ -223,6 +227,8 @@ MISTAKES = [
     ('score', json.dumps({'prompt': f'P: {START}', 'completion': ''}), [START]),
     ('score --shaping cubic', ROW, ['--shaping', 'cubic', 'graduated']),
     ('score --penalty 1', ROW, ['penalty', '1']),
+    ('score --penalty 2', '', ['penalty', '2']),
+    ('eval --json=maybe', '', ['takes no value', 'maybe']),
     ('score --nodes 0 --engine', ROW, ['nodes', '0']),
     ('score --stockfish-path no/engine', ROW, ['no/engine']),
     ('label', '', ['no FENs']),
@@ -325,10 +331,29 @@ def test_only_mistakes_of_the_user_are_hidden(call, monkeypatch):
         monkeypatch.setitem(COMMANDS, 'positions', cli.Command(raiser(error)))
         code, _, errors = call('positions')
         assert code == expected and len(errors.splitlines()) == 1
-    for error in (ValueError('ours'), KeyError('ours'), RuntimeError('ours'), OSError('disk')):
+    for error in (ValueError('ours'), KeyError('ours'), RuntimeError('ours'), OSError('disk'), FirstUpdateError('two forward passes differ'),
+                  BatchShapeError('tensors'), MissingInputError('tensors'), WorkersLost('all'),
+                  FileNotFoundError(2, 'No such file', str(Path(cli.__file__).parent/'assets'/'gone.txt'))):
         monkeypatch.setitem(COMMANDS, 'positions', cli.Command(raiser(error)))
         with pytest.raises(type(error)):
             call('positions')
+
+
+def test_the_errors_that_are_called_ours_are_in_the_package():
+    found = {name for path in Path(cli.__file__).parent.glob('*.py') for name in re.findall(r'^class (\w+)\(', path.read_text(), re.M)}
+    assert {*cli.OURS} <= found
+
+
+def test_a_note_about_the_run_is_told_with_the_mistake(call, monkeypatch):
+    error = UsageError('bad')
+    error.add_note('in the run x')
+    monkeypatch.setitem(COMMANDS, 'positions', cli.Command(raiser(error)))
+    assert call('positions')[2] == 'rookworld positions: bad, in the run x\n'
+
+
+def test_score_does_not_wait_for_a_keyboard(monkeypatch, capsys):
+    monkeypatch.setattr(sys.stdin, 'isatty', lambda: True, raising=False)
+    assert main(['score']) == 2 and 'name files' in capsys.readouterr().err
 
 
 def raiser(error: BaseException):

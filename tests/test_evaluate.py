@@ -180,6 +180,14 @@ def test_recall_counts_prompts_and_not_their_samples():
         recall_table(pd.concat([metrics_table([mate], [right], temperature) for temperature in (0., .7)]))
 
 
+def test_no_interval_of_few_answers_claims_certainty():
+    samples = [Sample(RUY.prompt[:-1] + str(i), RUY.completion) for i in range(1, 10)]
+    for text, mean in ((RUY.completion, 1), ('x', 0)):
+        row = summarise(metrics_table(samples, [text]*9)).loc['P', 0.].loc['parsed']
+        low, high = wilson_interval(9*mean, 9)
+        assert row['mean'] == mean and (row['low'], row['high']) == (low, high) and high - low > .29
+
+
 def test_recall_exposes_the_majority_answer():
     samples = [CLASS_SAMPLES['ordinary']]*18 + [CLASS_SAMPLES['mate'], CLASS_SAMPLES['castling']]
     texts = [f'{env_step(*CASES["ordinary"]).new_fen}+0.001+0+0']*20

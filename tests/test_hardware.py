@@ -82,7 +82,7 @@ def test_the_users_allocator_stands(monkeypatch):
 
 def test_a_run_sets_the_allocator_before_it_asks_for_its_device(monkeypatch, tmp_path):
     seen = []
-    monkeypatch.setattr(run, 'torch_device', lambda name, *rest: seen.append(os.environ.get('PYTORCH_CUDA_ALLOC_CONF')) or 'cpu')
+    monkeypatch.setattr(run, 'torch_device', lambda name, ranks: seen.append(os.environ.get('PYTORCH_CUDA_ALLOC_CONF')) or 'cpu')
     Setup(TrainConfig(output_dir=str(tmp_path/'run'), cuda_allocator='max_split_size_mb:96'))
     assert seen == ['max_split_size_mb:96']
 

@@ -23,7 +23,7 @@ from rookworld_nb.monitor import MetricError, RunWriter, metric_rows, overall, p
 from rookworld_nb.report import (MetricWriter, MissingExtraError, ReportError, TensorBoardWriter, WandbWriter, bin_edges,
                                  changed_settings, command_line, comparison, ending, findings, first_update, number,
                                  pick_samples, plot_distributions, plot_lights, ranges, read_run, report, spread)
-from rookworld_nb.run import TrainConfig, write_events
+from rookworld_nb.run import SMALL, TrainConfig, write_events
 
 STEPS, START = 12, 1.75e9
 CONFIG = TrainConfig(steps=STEPS, lr=2e-3, data='my lines.txt', kl_unbiased=False)
@@ -103,7 +103,7 @@ def test_the_page_holds_the_numbers_of_the_folder(folder):
     assert 'nano' in text and '12 of 12' in text and 'all 12 steps are done' in text
     assert '2025-06-15 15:07 UTC' in text and '2025-06-15 15:18 UTC' in text
     rewards = [row['reward'] for row in rows]
-    assert f'{rewards[0]:.3f} at first, {max(rewards):.3f} at best, {rewards[-1]:.3f} at last' in text
+    assert f'{rewards[0]:.3f} at first, {max(rewards):.3f} the highest, {rewards[-1]:.3f} at last' in text
     assert f'{sum(row["step_time"] for row in rows)/60:.1f} min' in text and f'{rows[-1]["num_tokens"]:,}' in text
     for row in COMPARISON:
         assert f'{row["after"]:.3f}' in text and f'{row["difference"]:+.3f}' in text
@@ -117,9 +117,9 @@ def test_the_page_holds_the_numbers_of_the_folder(folder):
 def test_the_table_begins_with_what_matters_and_marks_what_is_significant():
     table = comparison({'comparison': COMPARISON})
     order = list(zip(table['task'], table['temperature'], table['metric'], table['verdict']))
-    assert order == [('P', 1., 'reward', 'worse'), ('P', 0., 'reward', 'better'), ('A', 1., 'reward', 'better'), ('A', 0., 'reward', ''),
+    assert order == [('P', 1., 'reward', 'worse'), ('P', 0., 'reward', 'better'), ('A', 1., 'reward', ''), ('A', 0., 'reward', ''),
                      ('P', 1., 'eval_error', 'worse'), ('P', 1., 'right_count', '')]
-    assert table['z'].iloc[2] == math.inf
+    assert math.isnan(table['z'].iloc[2])
 
 
 def test_the_page_shows_the_table_in_that_order(folder):
@@ -128,10 +128,17 @@ def test_the_page_shows_the_table_in_that_order(folder):
                      ('P', 'T = 1', 'eval_error'), ('P', 'T = 1', 'right_count')]
 
 
-def test_a_difference_without_any_spread_gets_its_z_back_and_no_difference_gets_none():
+def test_a_difference_without_any_spread_is_unmeasured():
     rows = [compared('P', 1., 'reward', .1, None, 0.), compared('P', 1., 'parsed', -.1, None, 0.), compared('P', 1., 'best_legal', 0., None, 0.)]
     table = comparison({'comparison': rows})
-    assert table['z'].tolist()[:2] == [math.inf, -math.inf] and math.isnan(table['z'][2]) and list(table['verdict']) == ['better', 'worse', '']
+    assert table['z'].isna().all() and list(table['verdict']) == ['', '', '']
+
+
+def test_only_rows_with_a_z_are_counted_among_those_that_luck_could_mark(tmp_path):
+    with RunWriter(tmp_path/'run', {}) as writer:
+        writer.summary({'comparison': [compared('P', 1., name, .1, z, error) for name, z, error in (('reward', 2., .05), ('parsed', None, 0.))]})
+    (tmp_path/'run'/'metrics.jsonl').touch()
+    assert 'about 0.1 of the 1 rows that have a z' in Document(report(tmp_path/'run')).text
 
 
 def test_samples_are_as_many_from_each_table_and_the_extremes_are_extreme():
@@ -193,10 +200,20 @@ def test_a_failed_start_is_called_failed(tmp_path, folder):
     assert 'failed' not in Document(folder/'report.html').text and Document(folder/'report.html').text.count('passed') == 3
     with RunWriter(tmp_path/'run', {}) as writer:
         writer.log(next(simulated_run(1)) | {'ratio_max': 1.0005, 'kl': 19., 'clip_ratio/region_mean': 0.})
-    assert [passed for *_, passed in first_update(read_run(tmp_path/'run').rows)] == [True, True, False]
+    assert [passed for *_, passed in first_update(read_run(tmp_path/'run'))] == [True, True, False]
     text = Document(report(tmp_path/'run')).text
     assert text.count('failed') == 1 and '19' in text
-    assert first_update([{'step': 2, 'kl': 0.}]) is None
+    assert first_update(replace(read_run(tmp_path/'run'), rows=[{'step': 2, 'kl': 0.}])) is None
+
+
+@pytest.mark.parametrize('config, passes', [({}, False), ({'bf16': True}, True), ({'matmul_precision': 'high'}, True), ({'matmul_precision': 'highest'}, False)])
+def test_the_start_is_judged_by_the_tolerance_that_the_trainer_of_the_run_had(tmp_path, config, passes):
+    row = next(simulated_run(1)) | {'ratio_max': 1.02, 'kl': 1e-4, 'clip_ratio/region_mean': 0.}
+    with RunWriter(tmp_path/'run', config) as writer: writer.log(row)
+    room = TrainConfig(**config).for_size(SMALL).trainer.identity_tolerance
+    assert (row['ratio_max'] - 1 <= room) == passes
+    assert [passed for *_, passed in first_update(read_run(tmp_path/'run'))] == [passes, True, passes]
+    assert ('failed' in Document(report(tmp_path/'run')).text) != passes
 
 
 def test_a_batch_of_one_length_is_a_bar_among_empty_places():
@@ -521,9 +538,10 @@ def test_writers_share_one_interface():
 
 def test_what_was_done_by_hand_is_listed(tmp_path):
     folder = write_run(tmp_path/'run', tables=())
-    assert 'By hand' not in ' '.join(Document(report(folder)).words)
+    assert 'By hand' not in ' '.join(Document(report(folder)).words) and 'gives the same numbers' in ' '.join(Document(report(folder)).words)
     write_events(folder, [{'step': 3, 'time': START, 'event': 'kl_coef', 'before': .02, 'value': .1}, {'step': 4, 'time': START, 'event': HOSTILE}])
     page = Document(report(folder))
     text = ' '.join(page.words)
+    assert 'steered by hand, and the command repeats it without that' in text and 'gives the same numbers' not in text
     assert 'By hand' in text and '0.02 → 0.1' in text and '2025-06-15 15:06 UTC' in text and 'alert(1)' in text
     assert 'script' not in page.tags

@@ -101,7 +101,7 @@ def test_the_rule_against_hopeless_curves():
 
 
 def test_success_is_an_interval_above_zero():
-    assert verdict_of(.0197, .01)[0] == 'success' and verdict_of(.0195, .01)[0] == 'no gain' and verdict_of(-.1, .01)[0] == 'no gain'
+    assert verdict_of(.0197, .01)[0] == 'success' and verdict_of(.0195, .01)[0] == 'no gain' and verdict_of(-.0195, .01)[0] == 'no gain' and verdict_of(-.0197, .01)[0] == 'worse'
     assert verdict_of(0., 0.)[0] == 'no gain' and verdict_of(math.nan, math.nan)[0] == 'no gain'
 
 
@@ -125,7 +125,7 @@ def test_every_point_is_tried_once_and_every_failure_has_its_reason(done):
     assert table[impossible]['outcome'].eq('error').all() and table[impossible]['reason'].str.contains('kl_in_reward needs').all()
     wild = (table['lr'] == 1) & ~impossible
     assert table[wild]['outcome'].eq('diverged').all() and table[wild]['reason'].str.contains('diverged at step .* nats').all()
-    assert table[~impossible & ~wild]['outcome'].isin(['success', 'no gain']).all() and table[impossible | wild]['gain'].isna().all()
+    assert table[~impossible & ~wild]['outcome'].isin(['success', 'no gain', 'worse']).all() and table[impossible | wild]['gain'].isna().all()
     study = open_study(search)
     assert Counter(trial.state.name for trial in study.trials if 'ticket' in trial.user_attrs) == {
         'COMPLETE': int((~impossible & ~wild).sum()), 'PRUNED': int(wild.sum()), 'FAIL': int(impossible.sum())}
@@ -333,9 +333,24 @@ def test_success_rates_count_all_trials():
 def test_importance_finds_what_matters():
     rng = np.random.default_rng(0)
     rows = [(x, shape, 'no gain', x) for x, shape in zip(rng.random(60), rng.choice(['a', 'b'], 60))]
-    weights = importance(table_of(rows), ['lr', 'shape'])
+    space = {'lr': Span(0., 1., False), 'shape': Choices('ab')}
+    weights = importance(table_of(rows), space)
     assert weights.index[0] == 'lr' and weights['lr'] > .8 and weights.sum() == pytest.approx(1)
-    assert importance(table_of(rows[:11]), ['lr', 'shape']).empty and importance(table_of([(1., 'a', 'no gain', 0.)]*30), ['lr', 'shape']).empty
+    assert importance(table_of(rows[:39]), space).empty and importance(table_of([(1., 'a', 'no gain', 0.)]*60), space).empty
+
+
+def test_importance_looks_at_a_logarithmic_range_on_a_logarithmic_axis():
+    "A learning rate that does nothing: on a linear axis all trials lie in one corner, which looks like a sharp optimum."
+    rng = np.random.default_rng(0)
+    rows = [(lr, shape, 'no gain', (shape == 'a') + rng.normal()/5) for lr, shape in zip(10**rng.uniform(-5, -1, 200), rng.choice(['a', 'b'], 200))]
+    linear, logarithmic = (importance(table_of(rows), {'lr': Span(1e-5, .1, log), 'shape': Choices('ab')}) for log in (False, True))
+    assert logarithmic['lr'] < .2 and linear['lr'] > .5
+
+
+def test_the_report_of_a_range_says_that_its_rates_are_no_fair_sample(tmp_path):
+    table = pd.DataFrame({'lr': [1., 2.], 'outcome': 'no gain', 'reason': 'x', 'gain': [.1, .2], 'standard_error': .2, 'command': ''}).rename_axis('ticket')
+    said = ['no fair sample' in search_report(table, Search({'output_dir': str(tmp_path)}, (space,), 2)) for space in ('lr=1|2', 'lr=1..2')]
+    assert said == [False, True]
 
 
 def test_failures_are_quoted_and_the_best_is_a_success():
