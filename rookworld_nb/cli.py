@@ -833,7 +833,7 @@ def console_logging() -> Iterator[None]:
 # %% ../nbs/22_cli.ipynb #fa66e966
 def main(
     argv: Sequence[str] | None = None,  # words after `rookworld`; None: those of the process
-) -> int:  # exit code: 0 fine, 2 a mistake in the input, 130 interrupted; what is ours is raised, and Python ends with 1
+) -> int:  # exit code: 0 fine, 2 a mistake in the input, 130 interrupted; what is ours is raised, which makes 1
     "The command `rookworld`."
     words = list(sys.argv[1:] if argv is None else argv)
     name = words[0] if words else ''

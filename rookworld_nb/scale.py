@@ -265,8 +265,8 @@ def verdict_of(
 ) -> Verdict:
     "Judge a trial that has finished."
     low, high = gain - 1.96*standard_error, gain + 1.96*standard_error
-    return Verdict('success' if low > 0 else 'worse' if high < 0 else 'no gain', f'{gain:+.4f}, 95 % interval {low:+.4f} to {high:+.4f}', gain,
-                   standard_error)
+    outcome = 'success' if low > 0 else 'worse' if high < 0 else 'no gain'
+    return Verdict(outcome, f'{gain:+.4f}, 95 % interval {low:+.4f} to {high:+.4f}', gain, standard_error)
 
 
 def examine_run(
@@ -654,7 +654,7 @@ def search_report(
     title = 'Importance for being among the best quarter of the trials with a gain:\n'
     parts = [f'{len(table)} of {search.size} trials; success: finished without divergence, and the held-out reward on '
              f'{search.task}: improved', rates.to_string(**numbers),
-             '' if search.points else 'The search chose where to look by earlier trials: these rates are no fair sample.',
+             '' if search.points else 'The search chose where to look by earlier trials; the rates are no fair sample.',
              why_failed(table),
              title + weights.to_string(**numbers) if len(weights) else '', best_of(table)]
     text = '\n\n'.join(filter(None, parts))
