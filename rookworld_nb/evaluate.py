@@ -6,8 +6,8 @@
 __all__ = ['REWARD', 'MULTIPV', 'POLICY_METRICS', 'ENV_METRICS', 'METRICS', 'EVAL_CLIP', 'ROUNDING', 'OUTCOMES', 'CLASSES',
            'KEYS', 'TABLE_COLUMNS', 'RECALL_COLUMNS', 'Metric', 'clip_pawns', 'best_move_metrics', 'policy_metrics',
            'outcome', 'move_class', 'env_metrics', 'EvaluationError', 'metrics_table', 'answer_budget', 'completions',
-           'evaluate', 'chance_line', 'bootstrap_interval', 'wilson_interval', 'by_prompt', 'summarise', 'recall_table',
-           'Difference', 'select_rows', 'paired_difference', 'compare']
+           'evaluate', 'chance_line', 'bootstrap_interval', 'wilson_interval', 'by_prompt', 'summarise', 'select_rows',
+           'recall_table', 'Difference', 'paired_difference', 'compare']
 
 # %% ../nbs/14_evaluate.ipynb #fd3de141
 import math
@@ -331,6 +331,17 @@ def summarise(
 RECALL_COLUMNS = ['n', 'recall', 'low', 'high', 'state_exact', 'false_alarms']
 
 
+def select_rows(
+    table: pd.DataFrame,               # one row a completion
+    task: str | None = None,           # 'P' or 'A'; None keeps both
+    temperature: float | None = None,  # None keeps all
+) -> pd.DataFrame:                     # the rows asked for
+    """The rows of one task at one temperature."""
+    if task is not None:
+        table = table[table['task'] == task]
+    return table if temperature is None else table[table['temperature'] == temperature]
+
+
 def recall_table(
     table: pd.DataFrame, # one row a completion, of one temperature
 ) -> pd.DataFrame:       # by true class: n prompts, recall, low, high (Wilson 95 %), state_exact, false_alarms
@@ -357,17 +368,6 @@ class Difference(NamedTuple):
     standard_error: float # of the mean; NaN for a single prompt
     z: float              # mean / standard_error
     n: int                # prompts that have a value in both
-
-
-def select_rows(
-    table: pd.DataFrame,               # one row a completion
-    task: str | None = None,           # 'P' or 'A'; None keeps both
-    temperature: float | None = None,  # None keeps all
-) -> pd.DataFrame:                     # the rows asked for
-    """The rows of one task at one temperature."""
-    if task is not None:
-        table = table[table['task'] == task]
-    return table if temperature is None else table[table['temperature'] == temperature]
 
 # %% ../nbs/14_evaluate.ipynb #db458e1b
 def paired_difference(
