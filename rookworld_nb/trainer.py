@@ -57,7 +57,7 @@ class TrainerConfig:
     kl: KLConfig = field(default_factory=KLConfig) # weight of the KL term and its control
     kl_estimator: str = 'kl3'          # of the KL term: kl1 | kl2 | kl3, exact: forward | reverse | symmetric
     kl_unbiased: bool = True           # multiply the KL by the ratio: its gradient is that of KL(policy || reference)
-    kl_in_reward: bool = False         # the KL is taken from the rewards; here it is only measured
+    kl_in_reward: bool = False         # the collector takes the KL from the rewards (`penalty`); here it is measured
     entropy_coef: float = 0.0          # weight of the entropy bonus
     use_gae: bool = False              # advantages of tokens from a critic instead of the group's
     gamma: float = 0.99                # the critic: discount per token
