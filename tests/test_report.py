@@ -138,7 +138,7 @@ def test_only_rows_with_a_z_are_counted_among_those_that_luck_could_mark(tmp_pat
     with RunWriter(tmp_path/'run', {}) as writer:
         writer.summary({'comparison': [compared('P', 1., name, .1, z, error) for name, z, error in (('reward', 2., .05), ('parsed', None, 0.))]})
     (tmp_path/'run'/'metrics.jsonl').touch()
-    assert 'about 0.1 of the 1 rows that have a z' in Document(report(tmp_path/'run')).text
+    assert 'about 0.1 of the 1 rows with a z' in Document(report(tmp_path/'run')).text
 
 
 def test_samples_are_as_many_from_each_table_and_the_extremes_are_extreme():
