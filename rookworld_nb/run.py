@@ -132,7 +132,7 @@ class UpdateOptions:
     kl_divergence_threshold: float | None = 0.5 # the policy has diverged where the mean KL is above, nats per token
     kl_tail_threshold: float | None = None # the same for the 95th percentile of the KL
     kl_spike_factor: float | None = None # the same for a KL so many times its running mean
-    max_recoveries: int = 3           # returns of a diverged run to its newest checkpoint, each halves the learning rate
+    max_recoveries: int = 3           # returns of a diverged run to its newest checkpoint, each at half the rate
     entropy_coef: float = 0.0         # weight of the entropy bonus
     use_gae: bool = False             # advantages of tokens from a value head instead of the group's
     gamma: float = 0.99               # of the advantages with --use-gae: discount per token
