@@ -572,7 +572,7 @@ class PretrainConfig:
     policy_shard: int = 2000   # P: positions in a shard
     env_shard: int = 800       # A: samples in a shard
     nodes: int = 1000          # Stockfish nodes for a P: label
-    mate_share: float = .08    # P: positions with a mate in one, searched for, as a share of the others
+    mate_share: float = .08    # P: positions with a mate in one, searched for, as a share of all
     n_layer: int = 6           # transformer blocks
     n_head: int = 4            # attention heads
     n_embd: int = 128          # width
