@@ -24,7 +24,7 @@ test: .venv/.dev ## every test: all notebooks, then tests/ (extra arguments for 
 	@bash .ci/debian stockfish:stockfish:"tests that ask the engine" \
 	    chromium:"chromium fonts-dejavu-core":"tests in a real browser" || true
 	OMP_NUM_THREADS=1 timeout 900 $(BIN)/nbdev_test --n_workers 2 --timing
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile $(ARGS)
 
 lab: .venv/.dev ## open JupyterLab on the notebooks
 	@cd nbs && ../$(BIN)/jupyter lab $(if $(filter 0,$(shell id -u)),--allow-root) $(ARGS)
