@@ -7,9 +7,9 @@ __all__ = ['logger', 'PRESETS', 'PAIR', 'SHARED', 'KINDS', 'READERS', 'FALL', 'B
            'BINS', 'FEW', 'ENOUGH', 'BEST', 'EXAMPLES', 'SearchError', 'WorkersLost', 'Choices', 'Span', 'pair_of',
            'kinds_of', 'setting_value', 'read_dimension', 'fields_of', 'settings_at', 'read_space', 'Search',
            'hopeless', 'Verdict', 'verdict_of', 'examine_run', 'train_trial', 'run_trial', 'suggest', 'connect',
-           'open_study', 'is_lost', 'by_ticket', 'is_given_up', 'reissue', 'deal', 'outcome_of', 'attempt', 'trials_of',
-           'work', 'tables_of', 'run_search', 'stop', 'trial_table', 'labels_of', 'success_rates', 'importance',
-           'why_failed', 'best_of', 'search_report', 'plot_success', 'plot_slices']
+           'open_study', 'is_lost', 'by_ticket', 'is_given_up', 'reissue', 'deal', 'outcome_of', 'TakenTwice', 'claim',
+           'attempt', 'trials_of', 'work', 'tables_of', 'run_search', 'stop', 'trial_table', 'labels_of',
+           'success_rates', 'importance', 'why_failed', 'best_of', 'search_report', 'plot_success', 'plot_slices']
 
 # %% ../nbs/21_scale.ipynb #2a2efdb5
 import logging
@@ -23,7 +23,7 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, partial
 from itertools import product
@@ -415,7 +415,7 @@ def deal(
     for ticket in sorted({*range(search.size)} - {*by_ticket(study)}):
         study.enqueue_trial(search.points[ticket] if search.points else {}, {'ticket': ticket})
 
-# %% ../nbs/21_scale.ipynb #3145b2ff
+# %% ../nbs/21_scale.ipynb #7a9c1e52
 def outcome_of(
     trial,           # an optuna.Trial
     search: Search,  # what to do
@@ -432,11 +432,28 @@ def outcome_of(
         return Verdict('error', f'{type(error).__name__}: {error}')
 
 
+class TakenTwice(BaseException):
+    "Another process has the same trial: SQLite cannot keep two from taking it at the same instant. No outcome is told."
+
+
+def claim(
+    folder: Path,  # of the study
+    number: int,   # of the trial
+) -> None:         # or TakenTwice
+    "Take a trial for good; of several processes one makes the file."
+    (folder/'taken').mkdir(exist_ok=True)
+    try:
+        (folder/'taken'/str(number)).touch(exist_ok=False)
+    except FileExistsError:
+        raise TakenTwice(f'trial {number}') from None
+
+# %% ../nbs/21_scale.ipynb #3145b2ff
 def attempt(
     search: Search,  # what to do
     trial,           # an optuna.Trial
 ) -> float:          # gain
     "What Optuna maximises: do the trial of a ticket and write down how it ended."
+    claim(search.folder, trial.number)
     optuna, study, ticket = optional_module('optuna', 'search'), trial.study, trial.user_attrs.get('ticket')
     others = [other for other in by_ticket(study).get(ticket, []) if other.number < trial.number]
     if ticket is None or not all(map(is_lost, others)):
@@ -462,8 +479,9 @@ def trials_of(
     while starter is None or starter.is_alive():
         states = {trial.state.name for trial in study.get_trials(deepcopy=False)}
         if 'WAITING' in states:
-            study.optimize(partial(attempt, search), n_trials=1, catch=(Exception,))
-            yield
+            with suppress(TakenTwice):
+                study.optimize(partial(attempt, search), n_trials=1, catch=(Exception,))
+                yield
         elif 'RUNNING' in states:
             time.sleep(POLL)
             with warnings.catch_warnings(action='ignore', category=optuna.exceptions.ExperimentalWarning):

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -19,8 +20,9 @@ from rookworld_nb.monitor import metric_rows
 from rookworld_nb.positions import shipped, write_lines
 from rookworld_nb.rewards import RewardScorer
 from rookworld_nb.run import TrainConfig
-from rookworld_nb.scale import (Choices, Search, SearchError, Span, Verdict, best_of, by_ticket, deal, hopeless, importance, open_study, read_space,
-                                reissue, run_search, search_report, settings_at, success_rates, trial_table, verdict_of, why_failed, work)
+from rookworld_nb.scale import (Choices, Search, SearchError, Span, TakenTwice, Verdict, best_of, by_ticket, claim, deal, hopeless,
+                                importance, open_study, read_space, reissue, run_search, search_report, settings_at, success_rates,
+                                trial_table, trials_of, verdict_of, why_failed, work)
 from rookworld_nb.weights import load_pretrained
 
 pytest.importorskip('optuna')
@@ -385,3 +387,16 @@ def test_without_optuna_the_extra_is_named(monkeypatch, tmp_path):
 def test_settings_of_a_point():
     assert settings_at({'batch': '3x16', 'kl_coef': 0.}) == {'batch_positions': 3, 'group_size': 16, 'kl_coef': 0.}
     assert TrainConfig(**settings_at({'batch': '3x16'})).group_size == 16
+
+
+def test_a_trial_that_two_processes_took_is_done_by_one(tmp_path, monkeypatch):
+    "What SQLite lets through: the second leaves without a word to the study."
+    claim(tmp_path, 3), claim(tmp_path, 4)
+    with pytest.raises(TakenTwice, match='trial 3'):
+        claim(tmp_path, 3)
+    assert sorted(path.name for path in (tmp_path/'taken').iterdir()) == ['3', '4']
+    monkeypatch.setattr(scale, 'reissue', lambda study: None)
+    study = SimpleNamespace(get_trials=lambda **_: [SimpleNamespace(state=SimpleNamespace(name=name)) for name in states],
+                            optimize=lambda *_, **__: states.pop() and claim(tmp_path, 4))
+    states = ['COMPLETE', 'WAITING']
+    assert list(trials_of(SimpleNamespace(), study)) == []    # not an error, and no trial of this worker's

@@ -607,7 +607,7 @@ def test_the_model_is_a_world(nano):
 
 def test_prompts_are_those_of_the_tasks(nano, monkeypatch):
     asked = []
-    def record(model, tokenizer, prompts, group, budget, temperature, generator):
+    def record(model, tokenizer, prompts, group, budget, temperature, generator, share):
         asked.append((list(prompts), group, budget, temperature))
         return type('Drawn', (), {'texts': ['k7/8/8/8/8/8/8/K7 w+0.001+0+0']*len(prompts)})
     monkeypatch.setattr('rookworld_nb.evaluate.sample_group', record)
