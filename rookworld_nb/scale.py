@@ -454,6 +454,7 @@ def attempt(
 ) -> float:          # gain
     "What Optuna maximises: do the trial of a ticket and write down how it ended."
     claim(search.folder, trial.number)
+    trial.storage.record_heartbeat(trial._trial_id)    # at once: a worker that dies unseen is never missed
     optuna, study, ticket = optional_module('optuna', 'search'), trial.study, trial.user_attrs.get('ticket')
     others = [other for other in by_ticket(study).get(ticket, []) if other.number < trial.number]
     if ticket is None or not all(map(is_lost, others)):
