@@ -458,9 +458,11 @@ def evaluation_samples(
     tasks = {SUITES[name] for name in suite if name in SUITES}
     if 'stress' in suite and (data is not None or len(tasks) > 1 or 'env' in suite):
         raise UsageError('--suite stress: a shipped set of its own; policy, env and --data need another command')
+    if not tasks:
+        return []
     own = 'stress' if 'stress' in suite else 'heldout'
     samples, malformed = (shipped(own), []) if data is None else read_lines(data)
-    if tasks and not any(sample.task in tasks for sample in samples):
+    if not any(sample.task in tasks for sample in samples):
         raise UsageError(f'--data: {data} holds no line for --suite; {len(samples)} good, {len(malformed)} malformed')
     warn_malformed(data, malformed)
     return [sample for task in 'PA' if task in tasks for sample in [s for s in samples if s.task == task][:limit]]

@@ -333,7 +333,7 @@ def histogram_svg(
     names = ''.join(f'<text x="{90*i}" y="24"><tspan fill="{TASK_COLOURS.get(task, MUTED)}">■</tspan> '
                     f'{escape(str(task))}: {sum(heights)}</text>' for i, (task, heights) in enumerate(counts.items()))
     ticks = ''.join(f'<text x="{8*(at - LOWEST)/BIN:.0f}" y="195" text-anchor="middle">{at:g}</text>' for at in (0, .5))
-    return (f'<svg viewBox="-4 0 220 200" width="205" height="186" font-size="11" fill="currentColor">'
+    return (f'<svg viewBox="-4 0 220 200" width="186" height="169" font-size="11" fill="currentColor">'
             f'<text x="0" y="10" font-weight="600">Rewards of the last batch</text>{names}{"".join(bars)}'
             f'<path d="M0 180.5H208" stroke="currentColor" opacity=".5"/><text y="195">-0.3</text>{ticks}'
             f'<text x="208" y="195" text-anchor="end">1</text></svg>')
@@ -348,7 +348,7 @@ STYLE_SHEET = f"""<style>
 .rw-sliders, .rw-news {{font-size: 12px; color: var(--jp-ui-font-color1, #333)}}
 .rw-sliders .widget-label {{color: inherit}}
 .rw-news .widget-html-content {{font-size: 12px; line-height: 1.4; color: {MUTED}}}
-.rw-pictures .widget-html-content {{display: flex; flex-wrap: wrap; gap: 14px; font-size: 12px}}
+.rw-pictures .widget-html-content {{display: flex; flex-wrap: wrap; gap: 12px; font-size: 12px}}
 .rw-pictures, .rw-pictures svg {{color: var(--jp-ui-font-color1, #333)}}
 .rw-bar {{height: 8px; margin: 0 2px 4px 2px}}
 .rw-bar .progress {{height: 6px; border-radius: 3px}}

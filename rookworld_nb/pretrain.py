@@ -567,21 +567,21 @@ def board_init_(
 class PretrainConfig:
     "What `rookworld pretrain` makes; choosing the prompts at its end has settings of its own (`make_prompts`)."
     output_dir: str = 'runs/pretrain'  # folder for data, checkpoints and the model; a second start goes on there
-    steps: int = 9000          # optimiser steps
-    shards: int = 150          # shards of P: and of A: data to learn from; eight more are kept apart
+    steps: int = 18_000        # optimiser steps
+    shards: int = 200          # shards of P: and of A: data to learn from; eight more are kept apart
     policy_shard: int = 2000   # P: positions in a shard
     env_shard: int = 800       # A: samples in a shard
     nodes: int = 1000          # Stockfish nodes for a P: label
     mate_share: float = .08    # P: positions with a mate in one, searched for, as a share of all
     n_layer: int = 6           # transformer blocks
-    n_head: int = 4            # attention heads
-    n_embd: int = 128          # width
+    n_head: int = 5            # attention heads
+    n_embd: int = 160          # width
     batch_tokens: int = 4096   # tokens of one batch of one kind, padding included
     batches_per_step: int = 1  # batches of a step; the kind of each is drawn
     lr: float = 5e-3           # peak learning rate of Muon (matrices) and AdamW (the rest)
     warmup_steps: int = 100    # linear warm-up
     decay_share: float = .5    # share of the steps at the end over which the learning rate falls linearly to 2 %
-    env_share: float = .40     # chance of an A: batch at the start; half of it at the end
+    env_share: float = .30     # chance of an A: batch at the start; half of it at the end
     legal_share: float = .15   # chance of a batch of legal-move lists at the start; a third of it at the end
     best_first: bool = True    # P: rows name their moves from best to worst; off: in the random order of the lines
     bf16: bool = False         # multiply matrices in bfloat16: twice as fast on a processor made for it
@@ -596,9 +596,10 @@ class PretrainConfig:
                      'batch_tokens', 'batches_per_step', 'warmup_steps', 'processes', 'threads', 'save_every'):
             if getattr(self, name) < 1:
                 raise PretrainError(f'--{name.replace("_", "-")} {getattr(self, name)}: must be at least 1')
-        if not (0 <= self.mate_share < 1 and 0 < self.decay_share <= 1):
-            raise PretrainError(f'--mate-share {self.mate_share}: must be at least 0 and below 1; '
-                                f'--decay-share {self.decay_share}: must be above 0 and at most 1')
+        if not 0 <= self.mate_share < 1:
+            raise PretrainError(f'--mate-share {self.mate_share}: must be at least 0 and below 1')
+        if not 0 < self.decay_share <= 1:
+            raise PretrainError(f'--decay-share {self.decay_share}: must be above 0 and at most 1')
         if not 0 <= self.env_share + self.legal_share < 1:
             raise PretrainError(f'--env-share {self.env_share} and --legal-share {self.legal_share} '
                                 'leave nothing for P: rows')
@@ -724,7 +725,8 @@ def _save_checkpoint(learner: _Learner, path: Path) -> None:
 def _load_checkpoint(path: Path, config: PretrainConfig) -> dict:
     "The saved state, refused where it belongs to another configuration."
     state = torch.load(path, weights_only=True)
-    free = ('steps', 'output_dir', 'processes', 'threads', 'save_every')    # may change when a run is gone on with
+    free = ('steps', 'env_share', 'legal_share',    # may change when a run is gone on with: more steps, another mix
+            'output_dir', 'processes', 'threads', 'save_every')
     differing = [name for name, value in asdict(config).items() if name not in free and state['config'][name] != value]
     if differing:
         raise PretrainError(f'{path.parent} holds a run with another {", ".join(differing)}: '

@@ -14,7 +14,8 @@ __all__ = ['Shaping', 'Scaling', 'RANGES', 'POSITIVE', 'PARTS', 'SETTINGS', 'COL
 # %% ../nbs/05_rewards.ipynb #b4f48dd3
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache, partial
 from typing import Any, Literal, NamedTuple, Protocol, get_args
@@ -465,25 +466,35 @@ class EngineSilent(EngineError):
 
 
 class PatientEngine:
-    """An engine that may fail on a question, but not on `PATIENCE` of them in a row."""
+    """An engine that can be asked ahead, and may fail on a question, but not on `PATIENCE` of them in a row."""
 
     def __init__(
         self,
         engine: Analyser, # whose failures are counted
     ) -> None:
         self.engine, self.failures = engine, 0
+        self.asked, self.thread = {}, ThreadPoolExecutor(1, 'engine')
+
+    def ask(
+        self,
+        fens: Iterable[str], # positions that `analyse` will be called with; questions asked before are forgotten
+    ) -> None:
+        """Let the engine think in the background, one position after the other."""
+        for question in self.asked.values(): question.cancel()
+        self.asked = {fen: self.thread.submit(self.engine.analyse, fen) for fen in fens}
 
     def analyse(
         self,
         fen: str, # position, side to move included
     ) -> Sequence[Candidate]: # what the engine says, best first
-        """Ask the engine; an answer forgets the failures before it."""
+        """The engine's answer, waited for where it was asked ahead; an answer forgets the failures before it."""
         try:
-            answer = self.engine.analyse(fen)
+            answer = self.asked[fen].result() if fen in self.asked else self.engine.analyse(fen)
         except EngineError as error:
             self.failures += 1
             if self.failures < PATIENCE:
                 raise
+            self.ask([])
             raise EngineSilent(f'no answer to {self.failures} questions in a row, the last: {error}') from error
         self.failures = 0
         return answer
@@ -542,6 +553,16 @@ class RewardScorer:
         self.cfg, self.step, self.spread = cfg or RewardConfig(), 0, spread
         self.engine, self.patient = engine, engine and PatientEngine(engine)
         self.norms = {task: RunningNorm(self.cfg.normalize_momentum, self.cfg.normalize_floor) for task in PARTS}
+
+    def ask_ahead(
+        self,
+        prompts: Sequence[str],                      # to be scored next
+        targets: Sequence[str | None],               # perfect completions, None where there is none
+    ) -> None:
+        """Let the engine think about the prompts that only it can judge, while others do something else."""
+        if self.patient:
+            self.patient.ask(dict.fromkeys(prompt_position(prompt) for prompt, target in zip(prompts, targets)
+                                           if target is None and task_of(prompt) == 'P'))
 
     def __call__(
         self,

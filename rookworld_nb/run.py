@@ -60,7 +60,7 @@ class RunError(ValueError):
 
 #: Settings that depend on the size of the model, used where the flag is not given.
 BY_SIZE = {
-    'small': {'lr': 2e-4, 'batch_positions': 32, 'temperature': .9, 'replays': 1, 'loss_type': 'grpo'},
+    'small': {'lr': 3e-4, 'batch_positions': 32, 'temperature': .9, 'replays': 1, 'loss_type': 'grpo'},
     'large': {'lr': 1e-5, 'batch_positions': 8, 'temperature': .7, 'replays': 2, 'loss_type': 'dapo'}}
 SMALL = 20_000_000  # parameters of the largest small model
 
@@ -108,9 +108,9 @@ class RewardOptions:
 @dataclass(frozen=True)
 class UpdateOptions:
     "How the policy is updated."
-    steps: int = 120                  # optimiser steps
+    steps: int = 80                   # optimiser steps
     replays: int | None = None        # optimiser steps on each batch; none: 1 for a small model, 2 for a large one
-    lr: float | None = None           # peak learning rate; none: 2e-4 for a small model, 1e-5 for a large one
+    lr: float | None = None           # peak learning rate; none: 3e-4 for a small model, 1e-5 for a large one
     lr_schedule: str = 'cosine'       # after the warm-up: cosine | linear | constant
     warmup_steps: int = 5             # optimiser steps over which the learning rate rises
     weight_decay: float = 0.01        # of AdamW, on matrices only
@@ -504,9 +504,17 @@ class Assembly:
         self.scorer = RewardScorer(config.rewards, self.engine, self.ranks.spread)
         self.trainer = Trainer(self.model, config.trainer, self.reference, self.ranks)
         price = (lambda: self.trainer.kl.coefficient(self.trainer.step + 1)) if config.kl_in_reward else None
-        self.collector = Collector(self.model, self.reference, self.tokenizer, self.prompts, self.scorer,
+        self.collector = Collector(self.model, self.reference, self.tokenizer, self.announced(), self.scorer,
                                    config.collector, price, self.ranks)
         self.buffer = RolloutBuffer(self.collector, config.buffer)
+
+    def announced(self) -> Iterator[list[Sample]]: # batches of prompts
+        "The prompts, each batch known to the engine before it is answered."
+        for samples in self.prompts:
+            rows = [sample for sample in samples for _ in range(self.config.group_size)]
+            mine = rows[self.ranks.share(len(rows))]
+            self.scorer.ask_ahead([row.prompt for row in mine], [row.completion or None for row in mine])
+            yield samples
 
     @property
     def plan(self) -> str:

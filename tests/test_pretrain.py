@@ -152,6 +152,13 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path):
         next(small_run(tmp_path, lr=1e-4))
 
 
+def test_a_run_may_go_on_longer_and_with_another_mix(tmp_path):
+    list(small_run(tmp_path))
+    rest = list(small_run(tmp_path, steps=12, env_share=.99, legal_share=0.))
+    assert [row['step'] for row in rest] == [*range(7, 13)]
+    assert sum('A/loss' in row for row in rest) >= 3
+
+
 def test_env_shards_are_reproducible_and_kept(tmp_path):
     policy = [sample for sample in shipped('train') if sample.task == 'P'][:50]
     for folder in (tmp_path/'a', tmp_path/'b'):

@@ -1,6 +1,7 @@
 """Rewards: every setting acts, no text escapes the range, and no shortcut pays."""
 import math
 import random
+import threading
 from dataclasses import fields, replace
 from typing import get_args
 
@@ -478,6 +479,38 @@ def test_stored_targets_neither_ask_nor_forget():
             batch = samples[i:i + 3]
             scorer([s.prompt for s in batch], ['']*3, [batch[0].completion, batch[1].completion, None])
     assert engine.asked == 8 and scorer.step == 7
+
+
+def test_an_engine_that_is_asked_ahead_has_answered_when_the_scorer_comes():
+    samples, answers = positions_with_answers(6)
+    thought, there = [], threading.Event()
+
+    class Slow(Failing):
+        def analyse(self, fen):
+            there.wait(10)
+            thought.append((fen, threading.current_thread() is threading.main_thread()))
+            return super().analyse(fen)
+    engine = Slow(answers, lambda fen: False)
+    ahead, plain = RewardScorer(RewardConfig(), engine), RewardScorer(RewardConfig(), Failing(answers, lambda fen: False))
+    targets = [None]*5 + [samples[5].completion]
+    prompts = [sample.prompt for sample in samples]
+    ahead.ask_ahead(prompts, targets)  # returns at once: the engine waits for `there`
+    assert not thought
+    there.set()
+    scores = ahead(prompts, ['']*6, targets)
+    assert thought == [(sample.fen, False) for sample in samples[:5]]
+    pd.testing.assert_frame_equal(scores.components, plain(prompts, ['']*6, targets).components)
+
+
+def test_an_engine_that_is_asked_ahead_may_fail_as_ever():
+    samples, answers = positions_with_answers(12)
+    scorer = RewardScorer(RewardConfig(), Failing(answers, lambda fen: True))
+    with pytest.raises(EngineSilent):
+        for i in range(0, 12, 4):
+            prompts = [sample.prompt for sample in samples[i:i + 4]]
+            scorer.ask_ahead(prompts, [None]*4)
+            scorer(prompts, ['']*4)
+    assert scorer.step == 1  # the eighth question is the second batch's last
 
 
 def test_who_is_examined_does_not_use_up_the_patience_of_the_run():

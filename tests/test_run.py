@@ -141,6 +141,8 @@ def test_a_live_engine_can_judge(tmp_path):
     run = Run(replace(SHORT, stockfish_path=find_stockfish(), output_dir=str(tmp_path/'live'), mix_env_ratio=0., eval_policy=0, eval_env=0))
     assert isinstance(run.scorer.engine, Stockfish) and not any(sample.completion for sample in run.samples if sample.task == 'P')
     assert next(run.steps())['reward'] != 0
+    asked = run.scorer.patient.asked
+    assert set(asked) <= {sample.fen for sample in run.samples} and all(question.done() for question in asked.values()) and asked
 
 
 def test_a_live_engine_that_is_dead_ends_the_run_even_in_small_batches(tmp_path):
@@ -431,7 +433,7 @@ def steered(tmp_path_factory):
 def test_a_lever_acts_from_the_next_step_on_and_is_written_down(steered):
     run, said = steered
     rows, events = read_metrics(run.folder), read_events(run.folder)
-    assert rows['kl_coef'].tolist() == [.02, .1, .1] and rows['learning_rate'].tolist() == [2e-4, 2e-4, 1e-4]
+    assert rows['kl_coef'].tolist() == [.02, .1, .1] and rows['learning_rate'].tolist() == [3e-4, 3e-4, 1.5e-4]
     assert [(event['step'], event['event']) for event in events] == [
         (1, 'kl_coef'), (2, 'lr_scale'), (2, 'checkpoint'), (2, 'pause'), (2, 'resume'), (3, 'stop')]
     assert [(event.get('before'), event.get('value')) for event in events[:3]] == [(.02, .1), (1., .5), (None, None)]
