@@ -371,7 +371,7 @@ def test_an_interrupted_step_is_not_gone_on_with(whole, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize('asked, message', [
-    (dict(lr=1e-3), '--lr 0.001: the run in .* has 0.0002'), (dict(group_size=8), '--group-size 8: .* has 3'), (dict(seed=5), '--seed 5: .* has 0')])
+    (dict(lr=1e-3), '--lr 0.001: the run in .* has 0.0003'), (dict(group_size=8), '--group-size 8: .* has 3'), (dict(seed=5), '--seed 5: .* has 0')])
 def test_another_run_is_not_a_continuation(whole, asked, message):
     with pytest.raises(RunError, match=message):
         resumed_config(output_dir=str(whole), **asked)
@@ -453,7 +453,7 @@ def test_a_resumed_run_has_the_levers_and_only_the_events_that_it_knows(steered,
     shutil.rmtree(copy/'final_checkpoint')    # killed before the end: checkpoint-2 is the newest
     run = Run(resumed_config(output_dir=str(copy)))
     rows = list(run.steps())
-    assert [(row['step'], row['kl_coef'], row['learning_rate']) for row in rows] == [(3, .1, 1e-4), (4, .1, 1e-4)]
+    assert [(row['step'], row['kl_coef'], row['learning_rate']) for row in rows] == [(3, .1, 1.5e-4), (4, .1, 1.5e-4)]
     assert [event['event'] for event in read_events(copy)] == ['kl_coef', 'lr_scale', 'checkpoint']
 
 
