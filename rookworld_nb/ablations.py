@@ -106,8 +106,8 @@ def settings_of(
 ) -> str:                # 16 letters
     "A fingerprint of what decides a result: the first weights, and all settings, today's defaults included."
     decided = asdict(config.trainer) | asdict(config.collector) | asdict(config.buffer) | asdict(config.rewards)
-    settings = {name: value for name, value in (asdict(config) | decided).items() if name == 'steps' or name not in FREE}
-    return fingerprint([untrained_print(), repr(sorted(settings.items(), key=str))])[:16]
+    settings = [item for item in (asdict(config) | decided).items() if item[0] == 'steps' or item[0] not in FREE]
+    return fingerprint([untrained_print(), repr(sorted(settings, key=str))])[:16]
 
 
 def result_rows(

@@ -458,8 +458,7 @@ def evaluation_samples(
     tasks = {SUITES[name] for name in suite if name in SUITES}
     if 'stress' in suite and (data is not None or len(tasks) > 1 or 'env' in suite):
         raise UsageError('--suite stress: a shipped set of its own; policy, env and --data need another command')
-    if not tasks:
-        return []
+    if not tasks: return []
     own = 'stress' if 'stress' in suite else 'heldout'
     samples, malformed = (shipped(own), []) if data is None else read_lines(data)
     if not any(sample.task in tasks for sample in samples):
@@ -471,7 +470,7 @@ def evaluation_samples(
 SUITES = {'policy': 'P', 'env': 'A', 'stress': 'A'}  # suites of prompts with targets
 Suites = tuple[Literal['policy', 'env', 'stress', 'mate', 'tactics', 'puzzles', 'selfplay', 'stockfish'], ...]
 
-
+# %% ../nbs/22_cli.ipynb #137bf267
 def examine(
     model: str,                     # nano, a folder, or a Hugging Face id
     device: str,                    # where it computes

@@ -596,10 +596,9 @@ class PretrainConfig:
                      'batch_tokens', 'batches_per_step', 'warmup_steps', 'processes', 'threads', 'save_every'):
             if getattr(self, name) < 1:
                 raise PretrainError(f'--{name.replace("_", "-")} {getattr(self, name)}: must be at least 1')
-        if not 0 <= self.mate_share < 1:
-            raise PretrainError(f'--mate-share {self.mate_share}: must be at least 0 and below 1')
-        if not 0 < self.decay_share <= 1:
-            raise PretrainError(f'--decay-share {self.decay_share}: must be above 0 and at most 1')
+        for name, fits, words in (('mate_share', 0 <= self.mate_share < 1, 'at least 0 and below 1'),
+                                  ('decay_share', 0 < self.decay_share <= 1, 'above 0 and at most 1')):
+            if not fits: raise PretrainError(f'--{name.replace("_", "-")} {getattr(self, name)}: must be {words}')
         if not 0 <= self.env_share + self.legal_share < 1:
             raise PretrainError(f'--env-share {self.env_share} and --legal-share {self.legal_share} '
                                 'leave nothing for P: rows')

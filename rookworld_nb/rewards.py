@@ -9,7 +9,7 @@ __all__ = ['Shaping', 'Scaling', 'RANGES', 'POSITIVE', 'PARTS', 'SETTINGS', 'COL
            'read_env', 'judge_policy', 'judge_env', 'judge', 'ladder_rung', 'shape_reward', 'MissingTarget',
            'BadTarget', 'Analyser', 'prompt_position', 'stored_truth', 'rules_truth', 'engine_truth', 'find_truth',
            'RunningNorm', 'final_rewards', 'blend_shares', 'component_row', 'component_table', 'EngineSilent',
-           'PatientEngine', 'Scores', 'find_truths', 'judge_rows', 'RewardScorer']
+           'engine_questions', 'Scores', 'PatientEngine', 'find_truths', 'judge_rows', 'RewardScorer']
 
 # %% ../nbs/05_rewards.ipynb #b4f48dd3
 import logging
@@ -465,6 +465,22 @@ class EngineSilent(EngineError):
     """The engine left `PATIENCE` questions in a row without an answer."""
 
 
+def engine_questions(
+    prompts: Sequence[str],        # B prompts
+    targets: Sequence[str | None], # B perfect completions, None where there is none
+) -> list[str]:                    # FENs, each once
+    """The positions that only an engine can judge: those of P: prompts without a target."""
+    return list(dict.fromkeys(prompt_position(prompt) for prompt, target in zip(prompts, targets)
+                              if target is None and task_of(prompt) == 'P'))
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Rewards for the optimiser, and the table that says where they come from."""
+    rewards: Tensor          # (B,) float32, normalised if the configuration says so
+    components: pd.DataFrame # B rows: task, scaled scores (NaN for the other task's), raw, reward before normalisation
+
+# %% ../nbs/05_rewards.ipynb #bf9bf73a
 class PatientEngine:
     """An engine that can be asked ahead, and may fail on a question, but not on `PATIENCE` of them in a row."""
 
@@ -498,13 +514,6 @@ class PatientEngine:
             raise EngineSilent(f'no answer to {self.failures} questions in a row, the last: {error}') from error
         self.failures = 0
         return answer
-
-
-@dataclass(frozen=True)
-class Scores:
-    """Rewards for the optimiser, and the table that says where they come from."""
-    rewards: Tensor          # (B,) float32, normalised if the configuration says so
-    components: pd.DataFrame # B rows: task, scaled scores (NaN for the other task's), raw, reward before normalisation
 
 # %% ../nbs/05_rewards.ipynb #74e23d07
 def find_truths(
@@ -553,16 +562,6 @@ class RewardScorer:
         self.cfg, self.step, self.spread = cfg or RewardConfig(), 0, spread
         self.engine, self.patient = engine, engine and PatientEngine(engine)
         self.norms = {task: RunningNorm(self.cfg.normalize_momentum, self.cfg.normalize_floor) for task in PARTS}
-
-    def ask_ahead(
-        self,
-        prompts: Sequence[str],                      # to be scored next
-        targets: Sequence[str | None],               # perfect completions, None where there is none
-    ) -> None:
-        """Let the engine think about the prompts that only it can judge, while others do something else."""
-        if self.patient:
-            self.patient.ask(dict.fromkeys(prompt_position(prompt) for prompt, target in zip(prompts, targets)
-                                           if target is None and task_of(prompt) == 'P'))
 
     def __call__(
         self,

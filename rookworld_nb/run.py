@@ -7,9 +7,9 @@ __all__ = ['logger', 'BY_SIZE', 'SMALL', 'PRESETS', 'SUMS', 'PROFILES', 'FREE', 
            'RewardOptions', 'UpdateOptions', 'TrainConfig', 'nano', 'rtx4090', 'emergency', 'training_samples',
            'heldout_samples', 'run_folder', 'torch_device', 'planned_work', 'run_summary', 'file_sum', 'force_to_disk',
            'write_checkpoint', 'CheckpointError', 'read_checkpoint', 'checkpoint_step', 'checkpoints_of',
-           'newest_checkpoint', 'cut_logs', 'fingerprint', 'model_bytes', 'resumed_config', 'Assembly', 'trial_run',
-           'memory_components', 'profile_batches', 'Setup', 'Examined', 'run_state', 'restore_run', 'Saving',
-           'write_events', 'read_events', 'Steered', 'Listener', 'writer_of', 'Run', 'closing_table',
+           'newest_checkpoint', 'cut_logs', 'fingerprint', 'model_bytes', 'resumed_config', 'announced', 'Assembly',
+           'trial_run', 'memory_components', 'profile_batches', 'Setup', 'Examined', 'run_state', 'restore_run',
+           'Saving', 'write_events', 'read_events', 'Steered', 'Listener', 'writer_of', 'Run', 'closing_table',
            'first_update_line', 'train']
 
 # %% ../nbs/18_run.ipynb #b15f4c93
@@ -45,7 +45,7 @@ from .kl import EXACT_KL, KLConfig
 from .model import GPT
 from .monitor import RunWriter, metric_rows, read_metrics, save_reward_curve, write_atomic
 from .positions import DataError, PromptMix, Sample, read_lines, shipped, warn_malformed
-from .rewards import RewardConfig, RewardScorer
+from .rewards import RewardConfig, RewardScorer, engine_questions
 from .rules import Stockfish, fen_key
 from .trainer import Trainer, TrainerConfig, restore_trainer, trainer_state
 from .weights import load_pretrained, save_pretrained
@@ -490,6 +490,21 @@ def resumed_config(
     return TrainConfig(**own | asked | {'output_dir': str(folder), 'resume': True})
 
 # %% ../nbs/18_run.ipynb #c24c3461
+def announced(
+    batches: Iterable[list[Sample]],  # of prompts
+    group_size: int,                  # completions of each
+    scorer: RewardScorer,             # with an engine or without
+    ranks: Ranks,                     # each asks its own engine about the rows that it will judge
+) -> Iterator[list[Sample]]:          # the same
+    "Batches of prompts, each known to the engine before it is answered."
+    for samples in batches:
+        rows = [sample for sample in samples for _ in range(group_size)]
+        mine = rows[ranks.share(len(rows))]
+        questions = engine_questions([row.prompt for row in mine], [row.completion or None for row in mine])
+        if scorer.patient: scorer.patient.ask(questions)
+        yield samples
+
+# %% ../nbs/18_run.ipynb #8c1cbe20
 class Assembly:
     "What a configuration puts around models that are loaded: prompts, scorer, trainer, collector, buffer."
     ranks = ALONE    # the processes that run it together
@@ -504,17 +519,10 @@ class Assembly:
         self.scorer = RewardScorer(config.rewards, self.engine, self.ranks.spread)
         self.trainer = Trainer(self.model, config.trainer, self.reference, self.ranks)
         price = (lambda: self.trainer.kl.coefficient(self.trainer.step + 1)) if config.kl_in_reward else None
-        self.collector = Collector(self.model, self.reference, self.tokenizer, self.announced(), self.scorer,
+        prompts = announced(self.prompts, config.group_size, self.scorer, self.ranks)
+        self.collector = Collector(self.model, self.reference, self.tokenizer, prompts, self.scorer,
                                    config.collector, price, self.ranks)
         self.buffer = RolloutBuffer(self.collector, config.buffer)
-
-    def announced(self) -> Iterator[list[Sample]]: # batches of prompts
-        "The prompts, each batch known to the engine before it is answered."
-        for samples in self.prompts:
-            rows = [sample for sample in samples for _ in range(self.config.group_size)]
-            mine = rows[self.ranks.share(len(rows))]
-            self.scorer.ask_ahead([row.prompt for row in mine], [row.completion or None for row in mine])
-            yield samples
 
     @property
     def plan(self) -> str:

@@ -16,7 +16,7 @@ from torch.testing import assert_close
 
 from rookworld_nb.positions import shipped
 from rookworld_nb.rewards import (BadTarget, EngineSilent, MissingTarget, PolicyTruth, RewardConfig, RewardConfigError, RewardScorer,
-                                  RunningNorm, Scaling, Shaping, blend_shares, env_scores, evals_score, candidates_score,
+                                  RunningNorm, Scaling, Shaping, blend_shares, engine_questions, env_scores, evals_score, candidates_score,
                                   judge_policy, scale_score)
 from rookworld_nb.rules import Candidate, EngineError, EngineNotFound, Stockfish, env_step, find_stockfish, legal_moves
 from rookworld_nb.tasks import PolicyAnswer, env_prompt, format_env, format_policy, parse_env, parse_policy, policy_prompt, split_line
@@ -494,7 +494,7 @@ def test_an_engine_that_is_asked_ahead_has_answered_when_the_scorer_comes():
     ahead, plain = RewardScorer(RewardConfig(), engine), RewardScorer(RewardConfig(), Failing(answers, lambda fen: False))
     targets = [None]*5 + [samples[5].completion]
     prompts = [sample.prompt for sample in samples]
-    ahead.ask_ahead(prompts, targets)  # returns at once: the engine waits for `there`
+    ahead.patient.ask(engine_questions(prompts*2, targets*2))  # returns at once: the engine waits for `there`
     assert not thought
     there.set()
     scores = ahead(prompts, ['']*6, targets)
@@ -508,7 +508,7 @@ def test_an_engine_that_is_asked_ahead_may_fail_as_ever():
     with pytest.raises(EngineSilent):
         for i in range(0, 12, 4):
             prompts = [sample.prompt for sample in samples[i:i + 4]]
-            scorer.ask_ahead(prompts, [None]*4)
+            scorer.patient.ask(engine_questions(prompts, [None]*4))
             scorer(prompts, ['']*4)
     assert scorer.step == 1  # the eighth question is the second batch's last
 
