@@ -20,6 +20,7 @@ from rookworld_nb.kl import UnknownOptionError
 from rookworld_nb.model import GPT, GPTConfig, KVCache
 from rookworld_nb.run import Setup, TrainConfig, memory_components, profile_batches, run_state, trial_run
 from rookworld_nb.trainer import TrainerConfig, build_optimizer
+from rookworld_nb.weights import load_pretrained
 
 linux = pytest.mark.skipif(not Path('/proc/self/clear_refs').exists(), reason='reads memory from /proc')
 TINY = GPTConfig(n_layer=3, n_head=2, n_embd=16, vocab_size=11, n_positions=32)
@@ -318,7 +319,8 @@ def test_the_command(monkeypatch, capsys):
     assert cli.main(['batch-size', '--max-new-tokens', '8', '--group-size', '2']) == 0
     said = capsys.readouterr().out.splitlines()
     assert said[0].split()[0] == 'positions' and [line.split()[:3] for line in said[1:3]] == [['2', '2', '4'], ['3', '2', '6']]
-    assert said[3].startswith('GB: weights 0.005, reference 0.005') and said[4].startswith('Optimal batch configuration found: 3 positions x 2')
+    size = tensor_bytes(load_pretrained('nano')[0].parameters())/1e9
+    assert said[3].startswith(f'GB: weights {size:.3f}, reference {size:.3f}') and said[4].startswith('Optimal batch configuration found: 3 positions x 2')
     assert cli.main(['batch-size', '--max-new-tokens', '8', '--json', '--gradient-checkpointing', '--bf16']) == 0
     record = json.loads(capsys.readouterr().out)
     assert record['optimal']['effective_batch_size'] == 12 and set(record['optimal']) == set(MemoryProfile.__dataclass_fields__)
