@@ -45,7 +45,7 @@ from .kl import EXACT_KL, KLConfig
 from .model import GPT
 from .monitor import RunWriter, metric_rows, read_metrics, save_reward_curve, write_atomic
 from .positions import DataError, PromptMix, Sample, read_lines, shipped, warn_malformed
-from .rewards import RewardConfig, RewardScorer, engine_questions
+from .rewards import PatientEngine, RewardConfig, RewardScorer, engine_questions
 from .rules import Stockfish, fen_key
 from .trainer import Trainer, TrainerConfig, restore_trainer, trainer_state
 from .weights import load_pretrained, save_pretrained
@@ -493,15 +493,14 @@ def resumed_config(
 def announced(
     batches: Iterable[list[Sample]],  # of prompts
     group_size: int,                  # completions of each
-    scorer: RewardScorer,             # with an engine or without
+    engine: PatientEngine,            # told of what only it can judge
     ranks: Ranks,                     # each asks its own engine about the rows that it will judge
 ) -> Iterator[list[Sample]]:          # the same
     "Batches of prompts, each known to the engine before it is answered."
     for samples in batches:
         rows = [sample for sample in samples for _ in range(group_size)]
         mine = rows[ranks.share(len(rows))]
-        questions = engine_questions([row.prompt for row in mine], [row.completion or None for row in mine])
-        if scorer.patient: scorer.patient.ask(questions)
+        engine.ask(engine_questions([row.prompt for row in mine], [row.completion or None for row in mine]))
         yield samples
 
 # %% ../nbs/18_run.ipynb #8c1cbe20
@@ -519,7 +518,8 @@ class Assembly:
         self.scorer = RewardScorer(config.rewards, self.engine, self.ranks.spread)
         self.trainer = Trainer(self.model, config.trainer, self.reference, self.ranks)
         price = (lambda: self.trainer.kl.coefficient(self.trainer.step + 1)) if config.kl_in_reward else None
-        prompts = announced(self.prompts, config.group_size, self.scorer, self.ranks)
+        patient = self.scorer.patient
+        prompts = announced(self.prompts, config.group_size, patient, self.ranks) if patient else self.prompts
         self.collector = Collector(self.model, self.reference, self.tokenizer, prompts, self.scorer,
                                    config.collector, price, self.ranks)
         self.buffer = RolloutBuffer(self.collector, config.buffer)
