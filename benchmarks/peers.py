@@ -198,7 +198,8 @@ def our_step(work: Work, bf16: bool, repeats: int) -> tuple[list[float], int]:
         return Scores(rewards, pd.DataFrame({'task': [prompt[0] for prompt in prompts], 'raw': rewards.tolist(), 'reward': rewards.tolist()}))
     collector = Collector(model, reference, tokenizer, cycle([[Sample(prompt, '') for prompt in work.prompts]]), scorer,
                           CollectorConfig(work.group_size, 1., work.max_new_tokens, work.max_new_tokens))
-    trainer = Trainer(model, TrainerConfig(steps=WARM_UP + repeats, lr=LR, grad_clip=CLIP, kl=KLConfig(kl_coef=KL_COEF), kl_divergence_threshold=None))
+    trainer = Trainer(model, TrainerConfig(steps=WARM_UP + repeats, lr=LR, grad_clip=CLIP, kl=KLConfig(kl_coef=KL_COEF), kl_divergence_threshold=None,
+                                           identity_tolerance=.1 if bf16 else 1e-3))
     rows = list(trainer.run(collector))
     completions = len(work.prompts)*work.group_size
     return [row['step_time'] for row in rows][WARM_UP:], [round(row['completions/mean_length']*completions) for row in rows][WARM_UP:]
