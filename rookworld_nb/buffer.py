@@ -5,17 +5,18 @@
 # %% auto #0
 __all__ = ['PROMPT_FIELDS', 'CountingTask', 'counting_policy', 'RolloutPart', 'tied_groups', 'Experience', 'reward_metrics',
            'component_metrics', 'completion_metrics', 'CollectorConfig', 'by_task', 'without_end', 'ask_reference',
-           'assemble', 'priced', 'rows_of_all', 'rollouts_of_all', 'share_of', 'Collector', 'BufferConfig',
-           'StoredGroup', 'put_together', 'stored_groups', 'check_room', 'next_groups', 'GroupStore', 'RolloutBuffer',
-           'part_state', 'part_from', 'experience_state', 'collector_state', 'restore_collector', 'buffer_state',
-           'restore_buffer']
+           'advantages_of', 'assemble', 'priced', 'rows_of_all', 'rollouts_of_all', 'share_of', 'Collector',
+           'BufferConfig', 'StoredGroup', 'put_together', 'stored_groups', 'check_room', 'next_groups', 'GroupStore',
+           'RolloutBuffer', 'part_state', 'part_from', 'experience_state', 'collector_state', 'restore_collector',
+           'buffer_state', 'restore_buffer']
 
 # %% ../nbs/12_buffer.ipynb #e1cdbd24
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from functools import cached_property
+from functools import cached_property, partial
+from itertools import accumulate
 from typing import Any
 
 import pandas as pd
@@ -110,7 +111,7 @@ class RolloutPart:
     samples: tuple[Sample, ...] # B prompts
     rollouts: Rollouts          # N = B*group_size completions; `rollouts.logprobs` are the old log-probabilities
     rewards: Tensor             # (N,) fp32, what the optimiser is told
-    advantages: Tensor          # (N,) fp32
+    advantages: Tensor          # (N,) fp32, or with credit by part (N, T)
     ref_logprobs: Tensor | None # (N, T) fp32 nats under the frozen reference; None without one
     ref_hidden: Tensor | None   # (N, T, D) its hidden states, kept where an exact KL needs them
     components: pd.DataFrame    # N rows: task, a column per reward component, raw, reward before any normalisation
@@ -121,6 +122,14 @@ class RolloutPart:
     def lengths(self) -> Tensor:
         "(N,) tokens of each completion, the end token included."
         return self.rollouts.completion_mask.sum(1)
+
+    @property
+    def mean_advantages(self) -> Tensor:
+        "(N,) fp32; with credit by part the mean over each completion's tokens."
+        if self.advantages.dim() == 1:
+            return self.advantages
+        mask = self.rollouts.completion_mask
+        return self.advantages.where(mask, 0.).sum(1)/mask.sum(1)
 
     @cached_property
     def num_tokens(self) -> int:
@@ -187,7 +196,7 @@ class Experience:
         for part in self.parts:
             prompts = [sample.prompt for sample in part.samples for _ in range(self.group_size)]
             head = pd.DataFrame({'prompt': prompts, 'completion': part.rollouts.texts, 'tokens': part.lengths.tolist(),
-                                 'clipped': part.clipped.tolist(), 'advantage': part.advantages.tolist()})
+                                 'clipped': part.clipped.tolist(), 'advantage': part.mean_advantages.tolist()})
             frames.append(head.join(part.components.reset_index(drop=True)))
         return pd.concat(frames, ignore_index=True)
 
@@ -306,20 +315,37 @@ def ask_reference(
     return rows_of_all(ranks, logprobs), rows_of_all(ranks, dense)
 
 # %% ../nbs/12_buffer.ipynb #9d14b0d2
+def advantages_of(
+    shares: Sequence[tuple[Sample, ...]], # the prompts of each part
+    rollouts: Sequence[Rollouts],         # their completions
+    scores: Scores,                       # of all completions, part after part
+    compare: Callable[..., Tensor],       # (rewards, group size, tasks=...) -> advantages, with baseline and scale
+    credit: Callable[..., Tensor] | None, # a `PartCredit`; None: all tokens of a completion have its advantage
+) -> list[Tensor]:                        # for each share (n,), or with credit (n, T)
+    "How much better than its neighbours each completion is, or each of its tokens."
+    ends = [*accumulate(len(done.texts) for done in rollouts)]
+    if credit is None:
+        tasks = [sample.task for share in shares for sample in share]
+        compared = compare(scores.rewards, rollouts[0].group_size, tasks=tasks)
+        return [part.to(done.logprobs.device) for part, done in zip(compared.tensor_split(ends[:-1]), rollouts)]
+    return [credit(share[0].task, done, scores.judged[end - len(done.texts):end], compare)
+            for share, done, end in zip(shares, rollouts, ends)]
+
+
 def assemble(
     shares: Sequence[tuple[Sample, ...]], # the prompts of each part
     rollouts: Sequence[Rollouts],         # their completions
     scores: Scores,                       # of all completions, part after part
-    advantages: Tensor,                   # likewise
+    advantages: Sequence[Tensor],         # of each part
     references: Sequence[tuple],          # log-probabilities and hidden states of the reference, for each part
     end_id: int,                          # the end token
     mask_truncated: bool = False,         # leave completions that were cut off out of the loss
 ) -> tuple[RolloutPart, ...]:             # one for each share
     "Put together what belongs to each task."
     parts, end = [], 0
-    for share, done, reference in zip(shares, rollouts, references, strict=True):
+    for share, done, advantage, reference in zip(shares, rollouts, advantages, references, strict=True):
         rows, end = slice(end, end + len(done.texts)), end + len(done.texts)
-        advantage, clipped = advantages[rows].to(done.logprobs.device), without_end(done, end_id)
+        clipped = without_end(done, end_id)
         trained = done.completion_mask & ~clipped[:, None] if mask_truncated else done.completion_mask
         parts.append(RolloutPart(share[0].task, share, done, scores.rewards[rows], advantage, *reference,
                                  scores.components[rows].reset_index(drop=True), clipped, trained))
@@ -397,9 +423,10 @@ class Collector:
         config: CollectorConfig = CollectorConfig(), # group size, temperature, limits, advantages
         penalty: Callable[[], float] | None = None,  # weight of the KL that is taken from the rewards; None: it is not
         ranks: Ranks = ALONE,              # the processes that share the work
+        credit: Callable[..., Tensor] | None = None, # pays each part of an answer for itself; a `PartCredit`
     ) -> None:
         self.model, self.ref_model, self.tokenizer, self.scorer = model, ref_model, tokenizer, scorer
-        self.prompts, self.config, self.penalty, self.ranks = iter(prompts), config, penalty, ranks
+        self.prompts, self.config, self.penalty, self.ranks, self.credit = iter(prompts), config, penalty, ranks, credit
         self.tracker, self.generator = EMATracker(), torch.Generator().manual_seed(config.seed)
         self.num_tokens, self.collected, self.end_id = 0, 0, end_token_id(tokenizer)
 
@@ -419,8 +446,8 @@ class Collector:
         references = [ask_reference(self.ref_model, done, c.keep_ref_hidden, self.ranks) for done in own]
         if self.penalty is not None:
             scores, paid = priced(scores, rollouts, references, c.penalty_estimator, self.penalty())
-        advantages = compute_advantages(scores.rewards, c.group_size, c.baseline, c.scale_rewards, self.tracker,
-                                        [sample.task for sample in samples])
+        compare = partial(compute_advantages, baseline=c.baseline, scale_rewards=c.scale_rewards, tracker=self.tracker)
+        advantages = advantages_of(shares, rollouts, scores, compare, self.credit)
         parts = assemble(shares, rollouts, scores, advantages, references, self.end_id, c.mask_truncated)
         self.num_tokens, self.collected = self.num_tokens + sum(part.num_tokens for part in parts), self.collected + 1
         return Experience(parts, c.group_size, max(limits), self.num_tokens, seconds, self.collected, paid)

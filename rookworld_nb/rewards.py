@@ -5,11 +5,12 @@
 # %% auto #0
 __all__ = ['Shaping', 'Scaling', 'RANGES', 'POSITIVE', 'PARTS', 'SETTINGS', 'COLUMNS', 'GRADES', 'ALL_RIGHT', 'logger',
            'PATIENCE', 'RewardConfigError', 'RewardConfig', 'check_config', 'scale_score', 'PolicyTruth',
-           'policy_format', 'candidates_score', 'evals_score', 'best_score', 'env_scores', 'Judged', 'read_policy',
-           'read_env', 'judge_policy', 'judge_env', 'judge', 'ladder_rung', 'shape_reward', 'MissingTarget',
-           'BadTarget', 'Analyser', 'prompt_position', 'stored_truth', 'rules_truth', 'engine_truth', 'find_truth',
-           'RunningNorm', 'final_rewards', 'blend_shares', 'component_row', 'component_table', 'EngineSilent',
-           'engine_questions', 'Scores', 'PatientEngine', 'find_truths', 'judge_rows', 'RewardScorer']
+           'policy_format', 'candidate_gains', 'candidates_score', 'eval_gains', 'evals_score', 'best_score',
+           'env_scores', 'Judged', 'read_policy', 'read_env', 'judge_policy', 'judge_env', 'judge', 'ladder_rung',
+           'shape_reward', 'MissingTarget', 'BadTarget', 'Analyser', 'prompt_position', 'stored_truth', 'rules_truth',
+           'engine_truth', 'find_truth', 'RunningNorm', 'final_rewards', 'blend_shares', 'component_row',
+           'component_table', 'EngineSilent', 'engine_questions', 'Scores', 'PatientEngine', 'find_truths',
+           'judge_rows', 'RewardScorer']
 
 # %% ../nbs/05_rewards.ipynb #b4f48dd3
 import logging
@@ -141,32 +142,50 @@ def policy_format(
     return sum((count > 0, len(answer.evals) > 0, answer.best is not None, answer.clean, fits))/5
 
 # %% ../nbs/05_rewards.ipynb #c46b4214
+def candidate_gains(
+    answer: PolicyAnswer, # a parsed completion
+    truth: PolicyTruth,   # the position's facts
+    cfg: RewardConfig,    # illegal_cost, legal_credit
+) -> list[float]:         # one a listed move, five at most; in shares of the engine's set
+    """What each listed move adds: a hit counts 1, an illegal or repeated move takes its cost away."""
+    listed, gains = answer.moves[:MAX_MOVES], []
+    for place, move in enumerate(listed):
+        counts = move in truth.legal and move not in listed[:place]
+        gain = (1. if move in truth.pawns else cfg.legal_credit) if counts else -cfg.illegal_cost
+        gains.append(gain/len(truth.pawns))
+    return gains
+
+
 def candidates_score(
     answer: PolicyAnswer, # a parsed completion
     truth: PolicyTruth,   # the position's facts
     cfg: RewardConfig,    # illegal_cost, legal_credit
 ) -> float:               # in [0, 1]
     """Share of the engine's moves that were written, less what illegal and repeated moves cost."""
-    listed = answer.moves[:MAX_MOVES]
-    legal = truth.legal.intersection(listed)
-    hits = len(truth.pawns.keys() & legal)
-    gain = hits + cfg.legal_credit*(len(legal) - hits) - cfg.illegal_cost*(len(listed) - len(legal))
-    return min(1., max(0., gain/len(truth.pawns)))
+    return min(1., max(0., math.fsum(candidate_gains(answer, truth, cfg))))
 
 # %% ../nbs/05_rewards.ipynb #20d06cfb
+def eval_gains(
+    answer: PolicyAnswer, # a parsed completion
+    truth: PolicyTruth,   # the position's facts
+    cfg: RewardConfig,    # eval_tolerance
+) -> list[float]:         # one an evaluation, in shares of the engine's set; NaN where its move is no match, or repeated
+    """What each evaluation adds: its closeness in win probability."""
+    listed, gains = answer.moves[:MAX_MOVES], []
+    for place, (move, pawns) in enumerate(zip(listed, answer.evals)):
+        matched = move in truth.win and move not in listed[:place]
+        error = abs(win_probability(pawns) - truth.win[move]) if matched else math.nan
+        gains.append(max(0., 1 - error/cfg.eval_tolerance)/len(truth.win) if matched else math.nan)
+    return gains
+
+
 def evals_score(
     answer: PolicyAnswer, # a parsed completion
     truth: PolicyTruth,   # the position's facts
     cfg: RewardConfig,    # eval_tolerance
 ) -> float:               # in [0, 1]
     """Closeness of the evaluations of matched moves in win probability, summed over the target's size."""
-    total, seen = 0., set()
-    for move, pawns in zip(answer.moves[:MAX_MOVES], answer.evals):
-        if move in truth.win and move not in seen:
-            seen.add(move)
-            error = abs(win_probability(pawns) - truth.win[move])
-            total += max(0., 1 - error/cfg.eval_tolerance)
-    return min(1., total/len(truth.win))
+    return min(1., math.fsum(gain for gain in eval_gains(answer, truth, cfg) if not math.isnan(gain)))
 
 # %% ../nbs/05_rewards.ipynb #e8a6d28c
 def best_score(
@@ -211,6 +230,7 @@ class Judged(NamedTuple):
     scores: tuple[float, ...] # the four scores named in PARTS, in [0, 1], unscaled
     readable: bool            # every field could be read
     rungs: tuple[bool, ...]   # the three structural rungs of the ladder, lowest first
+    truth: PolicyTruth | EnvStep | None = None # what it was compared with
 
 # %% ../nbs/05_rewards.ipynb #304e0a0f
 @lru_cache(maxsize=1024)
@@ -242,7 +262,7 @@ def judge_policy(
               evals_score(answer, truth, cfg), best_score(answer, truth, cfg))
     listed, legal = len(answer.moves), len(truth.legal.intersection(answer.moves))
     rungs = (legal > 0, len(answer.evals) > 0, min(legal, len(answer.evals)) > listed/2)
-    return Judged('P', scores, bool(answer.moves and answer.evals and answer.best), rungs)
+    return Judged('P', scores, bool(answer.moves and answer.evals and answer.best), rungs, truth)
 
 # %% ../nbs/05_rewards.ipynb #fdb62e55
 def judge_env(
@@ -254,7 +274,7 @@ def judge_env(
     answer = read_env(text)
     scores = env_scores(answer, truth, cfg)
     complete = None not in (answer.reward, answer.terminated, answer.truncated)
-    return Judged('A', scores, answer.well_formed, (answer.new_fen is not None, complete, answer.well_formed))
+    return Judged('A', scores, answer.well_formed, (answer.new_fen is not None, complete, answer.well_formed), truth)
 
 def judge(
     text: str,                    # a completion, whatever it says
@@ -479,6 +499,7 @@ class Scores:
     """Rewards for the optimiser, and the table that says where they come from."""
     rewards: Tensor          # (B,) float32, normalised if the configuration says so
     components: pd.DataFrame # B rows: task, scaled scores (NaN for the other task's), raw, reward before normalisation
+    judged: Sequence[Judged | None] = () # B comparisons that they come from; None: nobody could say what is right
 
 # %% ../nbs/05_rewards.ipynb #bf9bf73a
 class PatientEngine:
@@ -572,7 +593,7 @@ class RewardScorer:
         """Find every truth, score every completion, count the call."""
         judged = self.spread(partial(judge_rows, self.patient, self.cfg), prompts, completions, targets)
         components, self.step = component_table(judged, self.cfg, self.step), self.step + 1
-        return Scores(final_rewards(components, self.norms if self.cfg.normalize else {}), components)
+        return Scores(final_rewards(components, self.norms if self.cfg.normalize else {}), components, judged)
 
     def for_evaluation(self) -> 'RewardScorer':
         """The same scorer without curriculum and normalisation: one yardstick for before and after."""

@@ -4,14 +4,15 @@
 
 # %% auto #0
 __all__ = ['MAX_MOVES', 'HISTORY_PLIES', 'FIELD_WIDTHS', 'TaskFormatError', 'is_uci', 'is_fen', 'policy_prompt', 'format_policy',
-           'env_prompt', 'format_env', 'PolicyAnswer', 'parse_policy', 'EnvAnswer', 'parse_env', 'task_of',
-           'split_line']
+           'env_prompt', 'format_env', 'PolicyAnswer', 'parse_policy', 'EnvAnswer', 'parse_env', 'Part', 'policy_parts',
+           'env_parts', 'task_of', 'split_line']
 
 # %% ../nbs/02_tasks.ipynb #e1486924
 import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 # %% ../nbs/02_tasks.ipynb #bdf869a5
 class TaskFormatError(ValueError):
@@ -202,6 +203,42 @@ def parse_env(
         new_fen=new_fen if is_fen(new_fen) else None, reward=float(reward) if _NUMBER.fullmatch(reward) else None,
         terminated=flags.get(terminated), truncated=flags.get(truncated), new_fen_text=new_fen,
         clean=len(answer) == 4 and (not whole or (is_fen(fen) and uci != '')))
+
+# %% ../nbs/02_tasks.ipynb #5043498e
+class Part(NamedTuple):
+    "Where a part of an answer stands."
+    name:str  # M1 ... M5, E:, E1 ... E5, B:, B1 (policy); fen, reward, terminated, truncated (environment)
+    start:int # its first character
+    end:int   # the character behind its last one
+
+def _line_end(text:str)->int:
+    end = _LINE_END.search(text, len(text) - len(text.lstrip()))
+    return end.start() if end else len(text)
+
+def policy_parts(
+    text:str,     # a P: completion; any string
+)->list[Part]:    # in the order of the text, readable or not; of a repeated field only the first
+    "Find the moves, the evaluations, the best move, and the labels that end a list."
+    labels = list(re.finditer(r'[PMEB]:', text[:_line_end(text)]))
+    ends, parts, longest = [*(label.start() for label in labels[1:]), _line_end(text)], [], {'M': MAX_MOVES, 'E': MAX_MOVES, 'B': 1}
+    for label, end in zip(labels, ends):
+        name = label[0][0]
+        words = list(re.compile(r'\S+').finditer(text, label.end(), end))[:longest.pop(name, 0)]
+        if words and name in 'EB': parts.append(Part(label[0], *label.span()))
+        parts += [Part(f'{name}{number}', *word.span()) for number, word in enumerate(words, 1)]
+    return parts
+
+def env_parts(
+    text:str,     # an A: completion; any string
+)->list[Part]:    # as many as there are, four at most
+    "Find the fields between the + signs."
+    parts, start = [], 0
+    for name in ('fen', 'reward', 'terminated', 'truncated'):
+        field = text[start:_line_end(text)].partition('+')[0]
+        parts.append(Part(name, start, start + len(field)))
+        start += len(field) + 1
+        if start > _line_end(text): break
+    return parts
 
 # %% ../nbs/02_tasks.ipynb #53770219
 def task_of(

@@ -144,7 +144,7 @@ class MicroBatch:
     ref_logprobs: Tensor | None # (n, T) fp32 nats
     ref_hidden: Tensor | None   # (n, T, D) hidden states of the reference
     rewards: Tensor             # (n,) fp32
-    advantages: Tensor          # (n,) fp32
+    advantages: Tensor          # (n,) fp32, or with credit by part (n, T)
     group_size: int             # rows per prompt in this piece
     temperature: float          # of sampling
 

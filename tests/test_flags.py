@@ -73,6 +73,7 @@ CASES = {
     'normalize_rewards': ({'--normalize-rewards': True, '--scale-rewards': 'none'}, same_texts_other('advantage')),
     'baseline_type': ({'--baseline-type': 'leave_one_out'}, same_texts_other('advantage')),
     'scale_rewards': ({'--scale-rewards': 'none'}, same_texts_other('advantage')),
+    'credit': ({'--credit': 'answer'}, same_texts_other('advantage')),
     'mask_truncated': ({'--mask-truncated': True}, lambda plain, run: same_texts(plain, run) and differs('grad_norm', 1)(plain, run)),
     'drop_tied': ({'--drop-tied': True, '--reward-shaping': 'binary', '--batch-positions': 12, '--mix-env-ratio': 0}, lambda plain, run:
                   0 < run.rows[0]['rollout_buffer_size'] == round(12*(1 - run.rows[0]['frac_reward_zero_std'])) < 12),

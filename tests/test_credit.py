@@ -1,0 +1,152 @@
+"""Credit by part: places, earnings, advantages, and a run that uses them."""
+import math
+import random
+import re
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.testing import assert_close
+
+from rookworld_nb.credit import PART_NAMES, PartCredit, earnings_table, part_advantages, token_parts
+from rookworld_nb.grpo import EMATracker, compute_advantages
+from rookworld_nb.positions import shipped
+from rookworld_nb.rewards import RewardConfig, RewardScorer
+from rookworld_nb.run import Run, RunError, TrainConfig
+from rookworld_nb.sampling import Rollouts
+from rookworld_nb.tasks import MAX_MOVES, env_parts, parse_env, parse_policy, policy_parts
+from rookworld_nb.weights import load_pretrained
+
+CFG = RewardConfig(shaping='continuous', fen_scaling='linear')
+SAMPLES = {task: [sample for sample in shipped('heldout') if sample.task == task][:40] for task in 'PA'}
+PIECES = ['M:', 'E:', 'B:', 'P:', ' ', 'e2e4', 'd7d8q', 'z9', '0.3', '-1', '+', '8/8', '\n', '<|endoftext|>', 'é', '']
+
+
+def answers(task: str, seed: int, count: int = 400) -> list[tuple]:
+    """Prompts with answers that are right in some parts and wrong in others."""
+    rng, found = random.Random(seed), []
+    for _ in range(count):
+        sample, other = rng.choice(SAMPLES[task]), rng.choice(SAMPLES[task])
+        mine, foreign = (re.split(r'(\s+|\+)', each.completion) for each in (sample, other))
+        for place in range(min(len(mine), len(foreign))):
+            if rng.random() < .2: mine[place] = foreign[place]
+        found.append((sample, ''.join(mine)))
+    return found
+
+
+def rollouts_of(tokenizer, texts, group_size):
+    """Rollouts that say given texts; only ids, mask and texts are real."""
+    rows = [tokenizer.encode(text).ids + [0] for text in texts]
+    width = max(map(len, rows))
+    ids = torch.tensor([row + [0]*(width - len(row)) for row in rows])
+    mask = torch.tensor([[True]*len(row) + [False]*(width - len(row)) for row in rows])
+    prompts = torch.zeros(len(texts)//group_size, 1, dtype=torch.int64)
+    return Rollouts(prompts, prompts == 0, ids, mask, torch.zeros(ids.shape), texts, group_size, 1.)
+
+
+@given(st.lists(st.sampled_from(PIECES), max_size=25))
+def test_places_agree_with_the_parsers_on_any_text(pieces):
+    text = ''.join(pieces)
+    answer, env = parse_policy(text), parse_env(text)
+    for parts in (policy_parts(text), env_parts(text)):
+        names, spans = [part.name for part in parts], [(part.start, part.end) for part in parts]
+        assert len(set(names)) == len(names) and all(0 <= start <= end <= len(text) for start, end in spans)
+        assert all(a[1] <= b[0] for a, b in zip(sorted(spans), sorted(spans)[1:]))
+    words = {part.name: text[part.start:part.end] for part in policy_parts(text)}
+    if answer.fen is None and 'P:' not in text:
+        assert [words.get(f'M{i}') for i, _ in enumerate(answer.moves[:MAX_MOVES], 1)] == list(answer.moves[:MAX_MOVES])
+        assert [float(words[f'E{i}']) for i, _ in enumerate(answer.evals[:MAX_MOVES], 1)] == list(answer.evals[:MAX_MOVES])
+        assert words.get('B1') == answer.best or answer.best is None
+    if env.fen is None and not text.lstrip().startswith('A:') and text.count('+') < 6:
+        assert ' '.join(text[slice(*env_parts(text)[0][1:])].split()) == env.new_fen_text
+    for task in 'PA':
+        owners = token_parts(task, pieces)
+        assert len(owners) == len(pieces) and all(0 <= owner < len(PART_NAMES[task]) for owner in owners)
+
+
+@pytest.mark.parametrize('task', 'PA')
+def test_the_parts_add_up_to_the_blend(task):
+    pairs = answers(task, 0)
+    texts = [text for _, text in pairs]
+    scores = RewardScorer(CFG)([s.prompt for s, _ in pairs], texts, [s.completion for s, _ in pairs])
+    earned = earnings_table(task, texts, scores.judged, CFG)
+    names = {'P': ['form', 'E:', 'B:', 'B1'], 'A': PART_NAMES['A']}[task]
+    total = earned[:, [PART_NAMES[task].index(name) for name in names]].sum(1)
+    raw = torch.tensor(scores.components['raw'].to_numpy())
+    free = torch.tensor((scores.components['candidates'] > 0).to_numpy()) if task == 'P' else raw > 0
+    assert free.sum() > 150 and len(raw[free].unique()) > 20
+    assert_close(total[free], raw[free])
+
+
+def test_the_move_named_best_is_paid_where_it_was_first_written():
+    sample = SAMPLES['P'][0]
+    answer = parse_policy(sample.completion)
+    first, *others = answer.moves
+    def earned(best, moves=answer.moves):
+        text = f' M: {" ".join(moves)} E: {" ".join(map(str, answer.evals))} B: {best}'
+        judged = RewardScorer(CFG)([sample.prompt], [text], [sample.completion]).judged
+        return dict(zip(PART_NAMES['P'], earnings_table('P', [text], judged, CFG)[0].tolist()))
+    for place, move in enumerate(answer.moves, 1):
+        row, hit = earned(move), 1.5/8.5/len(answer.moves)
+        assert row[f'M{place}'] == pytest.approx(hit + row['B1']) and row['B1'] > 0
+        assert all(row[f'M{i}'] == pytest.approx(hit) for i in range(1, len(answer.moves) + 1) if i != place)
+    twice = earned(first, (first, first, *others[1:]))
+    assert twice['M1'] == pytest.approx(1.5/8.5/len(answer.moves) + twice['B1']) and twice['M2'] < 0 and math.isnan(twice['E2'])
+
+
+def test_a_list_that_ends_early_is_charged_to_the_label_that_ends_it():
+    model, tokenizer = load_pretrained('nano')
+    sample = next(sample for sample in SAMPLES['P'] if len(parse_policy(sample.completion).moves) == 5)
+    answer = parse_policy(sample.completion)
+    def text(count): return f' M: {" ".join(answer.moves[:count])} E: {" ".join(map(str, answer.evals[:count]))} B: {answer.best}'
+    texts = [text(5)]*3 + [text(2)]
+    judged = RewardScorer(CFG)([sample.prompt]*4, texts, [sample.completion]*4).judged
+    rollouts = rollouts_of(tokenizer, texts, 4)
+    advantages = PartCredit(CFG, tokenizer)('P', rollouts, judged)
+    end = rollouts.completion_ids.tolist()[3].index(tokenizer.token_to_id(' E:'))
+    assert advantages[3, end] < -1 and advantages[3, 1:end].abs().max() == 0 and advantages[:, 0].abs().max() == 0
+
+
+@pytest.mark.parametrize('scale', ['group', 'batch', 'none'])
+@pytest.mark.parametrize('baseline', ['group_mean', 'leave_one_out', 'adaptive', 'ema'])
+def test_each_column_is_plain_grpo(baseline, scale):
+    generator, tracker = torch.Generator().manual_seed(0), EMATracker()
+    earned = torch.rand(24, 3, generator=generator, dtype=torch.float64)
+    compare = partial(compute_advantages, baseline=baseline, scale_rewards=scale)
+    found = part_advantages(earned, 'abc', 8, partial(compare, tracker=tracker))
+    for column in range(3): assert_close(found[:, column], compare(earned[:, column], 8))
+    assert set(tracker.averages) == (set('abc') if baseline == 'ema' else set())
+
+
+def test_nothing_is_learned_where_nothing_is_known():
+    nan = float('nan')
+    earned = torch.tensor([[1., nan], [0., nan], [.2, 3.], [.2, 3.], [nan, .5], [nan, .1]])
+    found = part_advantages(earned, 'ab', 2)
+    assert found[:2, 1].eq(0).all() and found[2:4].eq(0).all() and found[4:, 0].eq(0).all()
+    assert found[0, 0] > .7 and found[1, 0] < -.7 and found[4, 1] > .7 and found[5, 1] < -.7
+    model, tokenizer = load_pretrained('nano')
+    pairs = answers('P', 1, 8)
+    rollouts = rollouts_of(tokenizer, [text for _, text in pairs], 8)
+    assert PartCredit(CFG, tokenizer)('P', rollouts, [None]*8).eq(0).all()
+
+
+def test_a_run_pays_parts_and_says_so(tmp_path):
+    config = TrainConfig(steps=2, batch_positions=4, group_size=4, eval_policy=0, eval_env=0, max_new_tokens=40, mix_env_ratio=.5)
+    runs = {credit: Run(replace(config, credit=credit, output_dir=str(tmp_path/str(credit)))) for credit in (None, 'part', 'answer')}
+    rows = {credit: list(run.steps()) for credit, run in runs.items()}
+    grads = {credit: [row['grad_norm'] for row in found] for credit, found in rows.items()}
+    assert grads[None] == grads['part'] and grads['part'][0] != grads['answer'][0]
+    assert rows['part'][0]['reward'] == rows['answer'][0]['reward']
+    assert [runs[credit].config.credit for credit in runs] == ['part', 'part', 'answer']
+
+
+@pytest.mark.parametrize('setting', [{'use_gae': True}, {'kl_in_reward': True}, {'normalize_rewards': True}, {'reward_warmup_steps': 5},
+                                     {'reward_shaping': 'ladder'}])
+def test_settings_that_act_on_whole_answers(setting):
+    asked, flag = TrainConfig(**setting), next(iter(setting)).replace('_', '-')
+    assert asked.for_size(1).credit == 'answer' and TrainConfig(reward_shaping='linear').for_size(1).credit == 'part'
+    with pytest.raises(RunError, match=f'--{flag}.*--credit answer'): replace(asked, credit='part')
+    with pytest.raises(ValueError, match="credit='half'.*part.*answer"): TrainConfig(credit='half')
