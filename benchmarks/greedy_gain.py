@@ -56,7 +56,7 @@ def main():
                                   if row.metric in ('reward', 'distinct_legal', 'top5_overlap', 'best_legal', 'best_move_accuracy', 'state_exact')), flush=True)
     if options.csv:
         new = pd.concat(tables)
-        old = pd.read_csv(options.csv) if options.csv.exists() else new[:0]
+        old = pd.read_csv(options.csv, dtype={'run': str}) if options.csv.exists() else new[:0]
         pd.concat([old[~old['run'].isin(new['run'])], new]).to_csv(options.csv, index=False, float_format='%.6g')
 
 

@@ -147,7 +147,7 @@ def candidate_gains(
     truth: PolicyTruth,   # the position's facts
     cfg: RewardConfig,    # illegal_cost, legal_credit
 ) -> list[float]:         # one a listed move, five at most; in shares of the engine's set
-    """What each listed move adds: a hit counts 1, an illegal or repeated move takes its cost away."""
+    """What each listed move adds: a hit counts 1, another legal move its credit, an illegal or repeated one costs."""
     listed, gains = answer.moves[:MAX_MOVES], []
     for place, move in enumerate(listed):
         counts = move in truth.legal and move not in listed[:place]
@@ -280,7 +280,7 @@ def judge(
     text: str,                    # a completion, whatever it says
     truth: PolicyTruth | EnvStep, # what is right; its type says which task
     cfg: RewardConfig,            # costs, credits, tolerance
-) -> Judged:                      # four scores, readable, rungs
+) -> Judged:                      # four scores, readable, rungs, the truth
     """Score a completion of either task."""
     return (judge_policy if isinstance(truth, PolicyTruth) else judge_env)(text, truth, cfg)
 

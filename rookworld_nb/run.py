@@ -103,7 +103,7 @@ class RewardOptions:
     scale_rewards: str = 'batch'      # whose spread the difference is divided by: group | batch | none
     credit: str | None = None         # what is compared: part | answer; none: part, or answer where a setting needs it
     mask_truncated: bool = False      # completions that were cut off at max_new_tokens train nothing
-    drop_tied: bool = False           # prompts whose completions all earn the same are not learned from
+    drop_tied: bool = False           # prompts whose completions are all equally good are not learned from
     buffer_capacity: int = 1          # batches that the rollout buffer has room for
     fresh_share: float = 0.25         # sample a new batch when a smaller share of the buffer is unused, and room for it
     max_age: int | None = None        # optimiser steps after which a rollout is dropped; none: when it is used up
@@ -167,7 +167,7 @@ class TrainConfig(PromptOptions, RewardOptions, UpdateOptions, HardwareConfig):
             value = getattr(self, name)
             if value is not None and value < bound:
                 raise RunError(f'--{name.replace("_", "-")} {value}: must be at least {bound}')
-        check_option('credit', self.credit or CREDITS[0], CREDITS)
+        if self.credit is not None: check_option('credit', self.credit, CREDITS)
         if self.credit == 'part' and (asked := whole_answers(self)):
             raise RunError(f'--credit part: whole answers are needed for {" and ".join(asked)}; say --credit answer')
         full = self if None not in (getattr(self, name) for name in BY_SIZE['small']) else self.for_size(SMALL)
@@ -498,7 +498,7 @@ def resumed_config(
 ) -> TrainConfig:  # the run's own, with what may be changed
     "The configuration to go on with."
     folder = run_folder(TrainConfig(output_dir=asked.get('output_dir'), resume=True))
-    stored = json.loads((folder/'config.json').read_text(encoding='utf-8'))
+    stored = {'credit': 'answer'} | json.loads((folder/'config.json').read_text(encoding='utf-8'))  # older runs: no credit
     for name, value in asked.items():
         if name not in FREE and stored.get(name) != value:
             raise RunError(f'--{name.replace("_", "-")} {value}: the run in {folder} has {stored.get(name)}, and '

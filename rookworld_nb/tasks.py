@@ -218,26 +218,25 @@ def _line_end(text:str)->int:
 def policy_parts(
     text:str,     # a P: completion; any string
 )->list[Part]:    # in the order of the text, readable or not; of a repeated field only the first
-    "Find the moves, the evaluations, the best move, and the labels that end a list."
+    "Find the moves, the evaluations, the best move, and the labels that end a list, with the space before them."
     labels = list(re.finditer(r'[PMEB]:', text[:_line_end(text)]))
     ends, parts, longest = [*(label.start() for label in labels[1:]), _line_end(text)], [], {'M': MAX_MOVES, 'E': MAX_MOVES, 'B': 1}
     for label, end in zip(labels, ends):
         name = label[0][0]
         words = list(re.compile(r'\S+').finditer(text, label.end(), end))[:longest.pop(name, 0)]
-        if words and name in 'EB': parts.append(Part(label[0], *label.span()))
+        if words and name in 'EB': parts.append(Part(label[0], len(text[:label.start()].rstrip()), label.end()))
         parts += [Part(f'{name}{number}', *word.span()) for number, word in enumerate(words, 1)]
     return parts
 
 def env_parts(
     text:str,     # an A: completion; any string
 )->list[Part]:    # as many as there are, four at most
-    "Find the fields between the + signs."
-    parts, start = [], 0
-    for name in ('fen', 'reward', 'terminated', 'truncated'):
-        field = text[start:_line_end(text)].partition('+')[0]
+    "Find the fields between the + signs; a text that restates its prompt has none."
+    fields, parts, start = text[:_line_end(text)].split('+'), [], 0
+    if len(fields) >= 7 or text.lstrip().startswith('A:'): return []
+    for name, field in zip(('fen', 'reward', 'terminated', 'truncated'), fields):
         parts.append(Part(name, start, start + len(field)))
         start += len(field) + 1
-        if start > _line_end(text): break
     return parts
 
 # %% ../nbs/02_tasks.ipynb #53770219

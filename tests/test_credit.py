@@ -1,4 +1,5 @@
 """Credit by part: places, earnings, advantages, and a run that uses them."""
+import json
 import math
 import random
 import re
@@ -11,11 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
+from rookworld_nb.buffer import Collector, idle_groups, stored_groups, tied_groups
 from rookworld_nb.credit import PART_NAMES, PartCredit, earnings_table, part_advantages, token_parts
 from rookworld_nb.grpo import EMATracker, compute_advantages
 from rookworld_nb.positions import shipped
 from rookworld_nb.rewards import RewardConfig, RewardScorer
-from rookworld_nb.run import Run, RunError, TrainConfig
+from rookworld_nb.run import Run, RunError, TrainConfig, resumed_config
 from rookworld_nb.sampling import Rollouts
 from rookworld_nb.tasks import MAX_MOVES, env_parts, parse_env, parse_policy, policy_parts
 from rookworld_nb.weights import load_pretrained
@@ -81,20 +83,54 @@ def test_the_parts_add_up_to_the_blend(task):
     assert_close(total[free], raw[free])
 
 
-def test_the_move_named_best_is_paid_where_it_was_first_written():
-    sample = SAMPLES['P'][0]
-    answer = parse_policy(sample.completion)
-    first, *others = answer.moves
-    def earned(best, moves=answer.moves):
-        text = f' M: {" ".join(moves)} E: {" ".join(map(str, answer.evals))} B: {best}'
-        judged = RewardScorer(CFG)([sample.prompt], [text], [sample.completion]).judged
-        return dict(zip(PART_NAMES['P'], earnings_table('P', [text], judged, CFG)[0].tolist()))
-    for place, move in enumerate(answer.moves, 1):
-        row, hit = earned(move), 1.5/8.5/len(answer.moves)
-        assert row[f'M{place}'] == pytest.approx(hit + row['B1']) and row['B1'] > 0
-        assert all(row[f'M{i}'] == pytest.approx(hit) for i in range(1, len(answer.moves) + 1) if i != place)
-    twice = earned(first, (first, first, *others[1:]))
-    assert twice['M1'] == pytest.approx(1.5/8.5/len(answer.moves) + twice['B1']) and twice['M2'] < 0 and math.isnan(twice['E2'])
+def test_the_best_move_shares_with_the_place_where_it_was_first_written():
+    model, tokenizer = load_pretrained('nano')
+    sample, names = SAMPLES['P'][0], PART_NAMES['P']
+    moves = parse_policy(sample.completion).moves
+    texts = [sample.completion.partition(' B:')[0] + f' B: {move}' for move in (*moves, 'a1a1', moves[0], moves[0])]
+    judged = RewardScorer(CFG)([sample.prompt]*8, texts, [sample.completion]*8).judged
+    rollouts = rollouts_of(tokenizer, texts, 8)
+    found = PartCredit(CFG, tokenizer)('P', rollouts, judged)
+    for row, ids in enumerate(rollouts.completion_ids.tolist()):
+        owners = token_parts('P', [tokenizer.decode([i]) for i in ids])
+        best = found[row, owners.index(names.index('B1'))]
+        assert best != 0 and (found[row][torch.tensor(owners) == names.index('B1')] == best).all()
+        for place in range(1, 6):
+            share = found[row, owners.index(names.index(f'M{place}'))]
+            assert share == (best if moves[place - 1] == parse_policy(texts[row]).best else 0)
+
+
+def test_what_was_not_written_and_what_cannot_be_read():
+    sample = next(sample for sample in SAMPLES['P'] if len(parse_policy(sample.completion).moves) == 5)
+    best = parse_policy(sample.completion).best
+    texts = [sample.completion, re.sub(r'(M: \S+) \S+', r'\1 hello', sample.completion), f' M: {best} E: 0.0 B: {best}']
+    judged = RewardScorer(CFG)([sample.prompt]*3, texts, [sample.completion]*3).judged
+    full, broken, short = (dict(zip(PART_NAMES['P'], row)) for row in earnings_table('P', texts, judged, CFG).tolist())
+    assert all(full[f'M{i}'] > 0 for i in range(1, 6)) and short['M1'] > 0 and [short[f'M{i}'] for i in range(2, 6)] == [0]*4
+    assert broken['M1'] > 0 > broken['M2'] and [broken[f'M{i}'] for i in range(3, 6)] == [0]*3
+    assert short['E:'] == broken['E:'] == short['M1'] and full['E:'] > short['E:'] and math.isnan(short['E2'])
+
+
+def test_spaces_before_a_label_end_the_list():
+    pieces = [' M', ':', ' e', '2', 'e', '4', '      ', ' E', ':', ' 0', '.', '1', '     ', ' B', ':', ' e', '2', 'e', '4', '']
+    owners = [PART_NAMES['P'][part] for part in token_parts('P', pieces)]
+    assert owners == ['form']*2 + ['M1']*4 + ['E:']*3 + ['E1']*3 + ['B:']*3 + ['B1']*4 + ['form']
+
+
+def test_a_rare_part_is_bounded_and_groups_without_a_judgement_do_not_count():
+    earned = torch.zeros(256, 1)
+    earned[0] = -1
+    compare = partial(compute_advantages, scale_rewards='batch')
+    assert compare(earned[:, 0], 8)[0] < -10 and part_advantages(earned, 'a', 8, compare)[0] == -5
+    some = torch.rand(16, 1, generator=torch.Generator().manual_seed(0))
+    with_unknown = torch.cat([some, torch.full((16, 1), float('nan'))])
+    assert_close(part_advantages(with_unknown, 'a', 8, compare)[:16], part_advantages(some, 'a', 8, compare))
+
+
+@pytest.mark.parametrize('setting', [{'shaping': 'graduated'}, {'evals_scaling': 'quadratic'}, {'normalize': True}, {'reward_warmup_steps': 3}])
+def test_rewards_that_are_of_whole_answers_are_refused(setting):
+    with pytest.raises(ValueError, match=f'{next(iter(setting))}=.*whole answers'):
+        PartCredit(replace(CFG, **setting), load_pretrained('nano')[1])
 
 
 def test_a_list_that_ends_early_is_charged_to_the_label_that_ends_it():
@@ -150,3 +186,36 @@ def test_settings_that_act_on_whole_answers(setting):
     assert asked.for_size(1).credit == 'answer' and TrainConfig(reward_shaping='linear').for_size(1).credit == 'part'
     with pytest.raises(RunError, match=f'--{flag}.*--credit answer'): replace(asked, credit='part')
     with pytest.raises(ValueError, match="credit='half'.*part.*answer"): TrainConfig(credit='half')
+
+
+def test_a_run_from_before_goes_on_with_whole_answers(tmp_path):
+    config = TrainConfig(steps=1, batch_positions=2, group_size=2, eval_policy=0, eval_env=0, max_new_tokens=30, credit='answer', save_every=1,
+                         output_dir=str(tmp_path/'run'))
+    for _ in Run(config).steps(): pass
+    path = tmp_path/'run'/'config.json'
+    stored = json.loads(path.read_text())
+    assert stored.pop('credit') == 'answer'
+    path.write_text(json.dumps(stored))
+    resumed = resumed_config(output_dir=str(tmp_path/'run'), steps=2)
+    assert resumed.credit == 'answer' and len(list(Run(resumed).steps())) == 1
+    with pytest.raises(RunError, match='--credit part'): resumed_config(output_dir=str(tmp_path/'run'), credit='part')
+
+
+def test_groups_are_dropped_where_nothing_can_be_learned(tmp_path):
+    run = Run(TrainConfig(steps=1, batch_positions=6, group_size=2, eval_policy=0, eval_env=0, max_new_tokens=40, output_dir=str(tmp_path/'run'), temperature=.3,
+                          drop_tied=True))
+    experience = next(run.collector)
+    kept = stored_groups(experience, 0, 0, True)
+    expected = [(at, prompt) for at, part in enumerate(experience.parts) for prompt in range(len(part.samples))
+                if (part.advantages*part.loss_mask).view(len(part.samples), -1).any(1)[prompt]]
+    assert [(group.part, group.prompt) for group in kept] == expected and 0 < len(expected) < experience.num_groups
+    part = experience.parts[0]
+    same = replace(part, rewards=torch.zeros_like(part.rewards))
+    assert all(tied_groups(same)) and idle_groups(same) == idle_groups(part) and not all(idle_groups(part))
+    assert all(idle_groups(replace(part, advantages=torch.zeros_like(part.rewards))))
+
+
+def test_a_price_of_the_kl_belongs_to_whole_answers(tmp_path):
+    run = Run(TrainConfig(eval_policy=0, eval_env=0, output_dir=str(tmp_path/'run')))
+    with pytest.raises(ValueError, match='no credit by part'):
+        Collector(run.model, run.reference, run.tokenizer, [], run.scorer, penalty=lambda: 1., credit=run.collector.credit)
