@@ -159,6 +159,7 @@ def test_a_live_engine_that_is_dead_ends_the_run_even_in_small_batches(tmp_path)
 
 # killed and gone on with
 
+RATE = BY_SIZE['small']['lr']
 TINY = TrainConfig(steps=6, replays=2, batch_positions=3, group_size=3, minibatch_positions=2, buffer_capacity=2, mix_env_ratio=.4, eval_policy=0, eval_env=0,
                    save_every=2, warmup_steps=2, max_new_tokens=20, baseline_type='ema', kl_control='adaptive', normalize_rewards=True,
                    reward_warmup_steps=4, device='cpu')
@@ -371,7 +372,7 @@ def test_an_interrupted_step_is_not_gone_on_with(whole, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize('asked, message', [
-    (dict(lr=1e-3), '--lr 0.001: the run in .* has 0.0003'), (dict(group_size=8), '--group-size 8: .* has 3'), (dict(seed=5), '--seed 5: .* has 0')])
+    (dict(lr=1e-3), f'--lr 0.001: the run in .* has {RATE}'), (dict(group_size=8), '--group-size 8: .* has 3'), (dict(seed=5), '--seed 5: .* has 0')])
 def test_another_run_is_not_a_continuation(whole, asked, message):
     with pytest.raises(RunError, match=message):
         resumed_config(output_dir=str(whole), **asked)
@@ -433,7 +434,7 @@ def steered(tmp_path_factory):
 def test_a_lever_acts_from_the_next_step_on_and_is_written_down(steered):
     run, said = steered
     rows, events = read_metrics(run.folder), read_events(run.folder)
-    assert rows['kl_coef'].tolist() == [.02, .1, .1] and rows['learning_rate'].tolist() == [3e-4, 3e-4, 1.5e-4]
+    assert rows['kl_coef'].tolist() == [.02, .1, .1] and rows['learning_rate'].tolist() == [RATE, RATE, RATE/2]
     assert [(event['step'], event['event']) for event in events] == [
         (1, 'kl_coef'), (2, 'lr_scale'), (2, 'checkpoint'), (2, 'pause'), (2, 'resume'), (3, 'stop')]
     assert [(event.get('before'), event.get('value')) for event in events[:3]] == [(.02, .1), (1., .5), (None, None)]
@@ -453,7 +454,7 @@ def test_a_resumed_run_has_the_levers_and_only_the_events_that_it_knows(steered,
     shutil.rmtree(copy/'final_checkpoint')    # killed before the end: checkpoint-2 is the newest
     run = Run(resumed_config(output_dir=str(copy)))
     rows = list(run.steps())
-    assert [(row['step'], row['kl_coef'], row['learning_rate']) for row in rows] == [(3, .1, 1.5e-4), (4, .1, 1.5e-4)]
+    assert [(row['step'], row['kl_coef'], row['learning_rate']) for row in rows] == [(3, .1, RATE/2), (4, .1, RATE/2)]
     assert [event['event'] for event in read_events(copy)] == ['kl_coef', 'lr_scale', 'checkpoint']
 
 
