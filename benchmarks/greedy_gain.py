@@ -1,7 +1,7 @@
 """Does a run improve what the policy would play? Greedy answers after it against greedy answers before it.
 
     rookworld train --seed 1 --output-dir runs/part-1          # and --credit answer, other seeds, other presets
-    python benchmarks/greedy_gain.py runs/part-1 runs/part-2 --positions 10000 --csv nbs/results/greedy_gain.csv
+    python benchmarks/greedy_gain.py runs/part-1 runs/part-2 --positions 5000 --csv nbs/results/greedy_gain.csv
 
 P: positions come from the generator of nano's own prompts with another seed and are labelled by Stockfish (1,000 nodes a position); those whose FEN is in
 a shipped set, or in --exclude, are left out, and the rest is kept in --cache. A: positions are the shipped held-out ones. Both models answer each prompt once, greedily; the
@@ -35,7 +35,7 @@ def fresh_positions(count, cache, exclude):
 def main():
     options = argparse.ArgumentParser(description=__doc__.partition('\n')[0])
     options.add_argument('runs', nargs='+', type=Path, help='finished run folders')
-    options.add_argument('--positions', type=int, default=10_000, help='P: positions')
+    options.add_argument('--positions', type=int, default=5000, help='P: positions')
     options.add_argument('--cache', type=Path, default=Path('work/heldout'), help='where the positions are kept')
     options.add_argument('--exclude', type=Path, help='file of FENs to leave out as well')
     options.add_argument('--csv', type=Path, help='table to add to')
