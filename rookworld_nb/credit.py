@@ -27,7 +27,8 @@ from .tasks import MAX_MOVES, env_parts, policy_parts
 # %% ../nbs/09_credit.ipynb #4bedd72b
 #: The parts of an answer; `form` is every token that belongs to no other.
 PART_NAMES = {
-    'P': ('form', *(f'M{i}' for i in range(1, MAX_MOVES + 1)), 'E:', *(f'E{i}' for i in range(1, MAX_MOVES + 1)), 'B:', 'B1'),
+    'P': ('form', *(f'M{i}' for i in range(1, MAX_MOVES + 1)), 'E:',
+          *(f'E{i}' for i in range(1, MAX_MOVES + 1)), 'B:', 'B1'),
     'A': ('form', 'fen', 'reward', 'terminated', 'truncated')}
 
 
@@ -45,7 +46,8 @@ def policy_earnings(
     if any(part.name == f'M{len(moves) + 1}' for part in policy_parts(text)):    # a word that is no move
         moves.append(-candidates*cfg.illegal_cost/len(truth.pawns))
     return ends | {f'M{i}': 0. for i in range(1, MAX_MOVES + 1)} | {
-        **{f'M{i}': move for i, move in enumerate(moves, 1)}, **{f'E{i}': number for i, number in enumerate(numbers, 1)},
+        **{f'M{i}': move for i, move in enumerate(moves, 1)},
+        **{f'E{i}': number for i, number in enumerate(numbers, 1)},
         'form': form*scale_score(policy_format(answer, truth), cfg.policy_format_scaling),
         'B1': best*scale_score(best_score(answer, truth, cfg), cfg.best_scaling)}
 
@@ -90,7 +92,7 @@ def token_parts(
     return [owners[end - 1] if piece else 0 for end, piece in zip(accumulate(map(len, pieces)), pieces)]
 
 # %% ../nbs/09_credit.ipynb #c893feaa
-LARGEST = 5.  # advantage; where one answer of a batch alone is malformed, the spread is small and its advantage would be 16
+LARGEST = 5.  # advantage; where one answer alone in a batch differs, the spread is small and it would have 16
 
 
 def part_advantages(

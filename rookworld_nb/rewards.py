@@ -169,7 +169,7 @@ def eval_gains(
     answer: PolicyAnswer, # a parsed completion
     truth: PolicyTruth,   # the position's facts
     cfg: RewardConfig,    # eval_tolerance
-) -> list[float]:         # one an evaluation, in shares of the engine's set; NaN where its move is no match, or repeated
+) -> list[float]:         # one an evaluation, in shares of the engine's set; NaN where its move is no match
     """What each evaluation adds: its closeness in win probability."""
     listed, gains = answer.moves[:MAX_MOVES], []
     for place, (move, pawns) in enumerate(zip(listed, answer.evals)):

@@ -498,7 +498,8 @@ def resumed_config(
 ) -> TrainConfig:  # the run's own, with what may be changed
     "The configuration to go on with."
     folder = run_folder(TrainConfig(output_dir=asked.get('output_dir'), resume=True))
-    stored = {'credit': 'answer'} | json.loads((folder/'config.json').read_text(encoding='utf-8'))  # older runs: no credit
+    stored = {'credit': 'answer'}    # of runs from before there was a choice
+    stored |= json.loads((folder/'config.json').read_text(encoding='utf-8'))
     for name, value in asked.items():
         if name not in FREE and stored.get(name) != value:
             raise RunError(f'--{name.replace("_", "-")} {value}: the run in {folder} has {stored.get(name)}, and '

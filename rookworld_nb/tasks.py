@@ -220,7 +220,8 @@ def policy_parts(
 )->list[Part]:    # in the order of the text, readable or not; of a repeated field only the first
     "Find the moves, the evaluations, the best move, and the labels that end a list, with the space before them."
     labels = list(re.finditer(r'[PMEB]:', text[:_line_end(text)]))
-    ends, parts, longest = [*(label.start() for label in labels[1:]), _line_end(text)], [], {'M': MAX_MOVES, 'E': MAX_MOVES, 'B': 1}
+    ends, parts = [*(label.start() for label in labels[1:]), _line_end(text)], []
+    longest = {'M': MAX_MOVES, 'E': MAX_MOVES, 'B': 1}
     for label, end in zip(labels, ends):
         name = label[0][0]
         words = list(re.compile(r'\S+').finditer(text, label.end(), end))[:longest.pop(name, 0)]
