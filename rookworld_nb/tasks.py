@@ -143,8 +143,12 @@ class PolicyAnswer:
         return self.has_form(min_moves=2)
 
 # %% ../nbs/02_tasks.ipynb #7afcc5f1
+def _line_end(text:str)->int:
+    end = _LINE_END.search(text, len(text) - len(text.lstrip()))
+    return end.start() if end else len(text)
+
 def _first_line(text:str)->str:
-    return _LINE_END.split(text.lstrip(), maxsplit=1)[0].strip()
+    return text[:_line_end(text)].strip()
 
 def _read_list(text:str, pattern:re.Pattern)->tuple[tuple[str, ...], bool]:
     words = text.split()
@@ -210,10 +214,6 @@ class Part(NamedTuple):
     name:str  # M1 ... M5, E:, E1 ... E5, B:, B1 (policy); fen, reward, terminated, truncated (environment)
     start:int # its first character
     end:int   # the character behind its last one
-
-def _line_end(text:str)->int:
-    end = _LINE_END.search(text, len(text) - len(text.lstrip()))
-    return end.start() if end else len(text)
 
 def policy_parts(
     text:str,     # a P: completion; any string
