@@ -4,8 +4,9 @@
     python benchmarks/greedy_gain.py runs/part-1 runs/part-2 --positions 5000 --csv nbs/results/greedy_gain.csv
 
 P: positions come from the generator of nano's own prompts with another seed and are labelled by Stockfish (1,000 nodes a position); those whose FEN is in
-a shipped set, or in --exclude, are left out, and the rest is kept in --cache. A: positions are the shipped held-out ones. Both models answer each prompt once, greedily; the
-difference is paired by prompt. A run with the same name in the CSV is replaced.
+a shipped set, or in --exclude, are left out, and the rest is kept in --cache. A: positions are the shipped held-out ones. Task `A rare`: how many of the mates, draws and illegal moves are
+recognised, of the shipped held-out and stress sets together, and how many other moves are taken for one of these. Both models answer each prompt once, greedily; the
+difference is paired by prompt. Figures of the same run, task and metric in the CSV are replaced. `--positions 0` leaves P: out.
 """
 import argparse
 import json
@@ -13,8 +14,8 @@ from pathlib import Path
 
 import pandas as pd
 
-from rookworld_nb.evaluate import compare, evaluate
-from rookworld_nb.positions import read_lines, seen_positions, shipped
+from rookworld_nb.evaluate import OUTCOMES, compare, evaluate, paired_difference, select_rows
+from rookworld_nb.positions import by_task, read_lines, seen_positions, shipped
 from rookworld_nb.pretrain import SHIPPED, make_policy_data
 from rookworld_nb.rewards import RewardScorer
 from rookworld_nb.rules import fen_key
@@ -26,10 +27,25 @@ SHARD, NODES, SEED = 2000, 1000, 99
 
 def fresh_positions(count, cache, exclude):
     "P: samples whose positions are in no shipped set."
+    if not count: return []
     files = make_policy_data(cache, -(-count*21//20//SHARD), SHARD, NODES, SEED, 1, 0.)
     taken = {fen_key(fen) for fen in exclude} | seen_positions([sample for name in SHIPPED for sample in shipped(name)])
     samples = {fen_key(sample.fen): sample for file in files for sample in read_lines(file)[0]}
     return [sample for key, sample in samples.items() if key not in taken][:count]
+
+
+def rare_moves(before, after):
+    "Rows like those of `compare`: recall of each outcome, and false alarms."
+    rows, tables = [], []
+    for table in (select_rows(before, 'A'), select_rows(after, 'A')):
+        right = (table['reward_correct'] == 1) & (table['flags_correct'] == 1)
+        columns = {f'recall_{name}': right.where(table['truth'] == name).astype(float) for name in OUTCOMES}
+        alarms = table['predicted'].isin(OUTCOMES).where(~table['truth'].isin(OUTCOMES)).astype(float)
+        tables.append(table.assign(**columns, false_alarms=alarms))
+    for metric in (*columns, 'false_alarms'):
+        change = paired_difference(*tables, metric)
+        rows.append(('A rare', metric, *(table[metric].mean() for table in tables), *change))
+    return pd.DataFrame(rows, columns=['task', 'metric', 'before', 'after', 'difference', 'standard_error', 'z', 'n'])
 
 
 def main():
@@ -41,23 +57,28 @@ def main():
     options.add_argument('--csv', type=Path, help='table to add to')
     options = options.parse_args()
     exclude = options.exclude.read_text(encoding='utf-8').splitlines() if options.exclude else []
-    samples = fresh_positions(options.positions, options.cache, exclude) + [s for s in shipped('heldout') if s.task == 'A']
+    samples = fresh_positions(options.positions, options.cache, exclude) + by_task(shipped('heldout'))['A']
+    stress = shipped('stress')
     before, tables = {}, []
     for run in options.runs:
         config = TrainConfig(**json.loads((run/'config.json').read_text(encoding='utf-8')))
         scorer = RewardScorer(config.rewards).for_evaluation()
         start = config.model, config.rewards
-        if start not in before: before[start] = evaluate(*load_pretrained(config.model), samples, scorer=scorer)
-        after = evaluate(*load_pretrained(run/'final_checkpoint'), samples, scorer=scorer)
-        table = compare(before[start], after).reset_index().drop(columns='temperature')
+        examine = lambda name: evaluate(*load_pretrained(name), samples + stress, scorer=scorer)
+        if start not in before: before[start] = examine(config.model)
+        both = before[start], examine(run/'final_checkpoint')
+        natural = [table[table['prompt'] < len(samples)] for table in both]
+        table = pd.concat([compare(*natural).reset_index().drop(columns='temperature'), rare_moves(*both)])
         settings = {'run': run.name, 'credit': config.credit, 'steps': config.steps, 'lr': config.lr, 'seed': config.seed}
         tables.append(table.assign(**settings)[[*settings, *table.columns]])
         print(run.name, ', '.join(f'{row.task}: {row.metric} {row.difference:+.4f} (z {row.z:+.1f})' for row in table.itertuples()
-                                  if row.metric in ('reward', 'distinct_legal', 'top5_overlap', 'best_legal', 'best_move_accuracy', 'state_exact')), flush=True)
+                                  if row.task == 'A rare' or row.metric in ('reward', 'distinct_legal', 'top5_overlap', 'best_legal', 'best_move_accuracy', 'state_exact')),
+              flush=True)
     if options.csv:
         new = pd.concat(tables)
         old = pd.read_csv(options.csv, dtype={'run': str}) if options.csv.exists() else new[:0]
-        pd.concat([old[~old['run'].isin(new['run'])], new]).to_csv(options.csv, index=False, float_format='%.6g')
+        rows = pd.concat([old, new]).drop_duplicates(['run', 'task', 'metric'], keep='last')
+        rows.to_csv(options.csv, index=False, float_format='%.6g')
 
 
 if __name__ == '__main__':

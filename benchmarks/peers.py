@@ -72,12 +72,12 @@ def even_words(prompts: list[str], completions: list[str]) -> list[float]:
 def make_work(name: str, folder: Path) -> Work:
     "Weights on disk, prompts, sizes and the reward."
     if name == 'ragged':
-        from rookworld_nb.positions import shipped
+        from rookworld_nb.positions import by_task, shipped
         from rookworld_nb.rewards import RewardScorer
         from rookworld_nb.weights import load_pretrained, save_pretrained
         save_pretrained(*load_pretrained('nano'), folder)
-        by_task = {task: [sample for sample in shipped('train') if sample.task == task] for task in 'PA'}
-        samples, scorer = by_task['P'][:5] + by_task['A'][:3], RewardScorer()
+        pools, scorer = by_task(shipped('train')), RewardScorer()
+        samples = pools['P'][:5] + pools['A'][:3]
         targets = {sample.prompt: sample.completion for sample in samples}
         return Work(str(folder), [sample.prompt for sample in samples], 8, 110,
                     lambda prompts, texts: scorer(prompts, texts, [targets[prompt] for prompt in prompts]).rewards.tolist())

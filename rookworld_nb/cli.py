@@ -30,7 +30,7 @@ import tomllib
 import types
 import typing
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cache
 from importlib.resources import files as files_of
 from itertools import islice
@@ -98,7 +98,7 @@ def flags_of(
             for name, p in parameters.items()}
 
 # %% ../nbs/23_cli.ipynb #1263a69b
-READERS = {int: 'a whole number', float: 'a number', str: 'a text', Path: 'a path'}
+READERS = {int: 'a whole number below 2^63', float: 'a number', str: 'a text', Path: 'a path'}
 
 
 def parse_value(
@@ -122,7 +122,8 @@ def parse_value(
         return choices[text]
     try:
         value = kind(text)
-        if text and not (isinstance(value, float) and math.isnan(value)):
+        unfit = math.isnan(value) if kind is float else kind is int and abs(value) >= 2**63    # of no use to PyTorch
+        if text and not unfit:
             return value
     except ValueError:
         pass
@@ -201,7 +202,7 @@ def settings_in(
 ) -> dict[str, str]:  # name -> the value as it would be typed
     "Read a file of settings."
     try:
-        table = tomllib.loads(Path(path).read_text(encoding='utf-8'))
+        table = tomllib.loads(Path(path).read_text(encoding='utf-8-sig'))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UsageError(f'{path} is not a TOML file: {error}') from None
     texts = {name.replace('-', '_'): value for name, value in table.items()}
@@ -250,7 +251,7 @@ def input_lines(
     "What a command works on."
     if not words and sys.stdin.isatty():
         raise UsageError(f'no {what}: give them as arguments, or as lines on standard input')
-    lines = [line.strip('\r\n') for line in (words or sys.stdin)]
+    lines = [line.strip('\r\n').removeprefix('\ufeff') for line in (words or sys.stdin)]
     lines = [line for line in lines if line.strip()]
     if not lines:
         raise UsageError(f'no {what}: the input is empty')
@@ -270,7 +271,7 @@ def emit(
     value: Any,  # a text, or anything JSON can hold
 ) -> None:
     "Write one line to standard output."
-    sys.stdout.write((value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)) + '\n')
+    sys.stdout.write((value if isinstance(value, str) else json.dumps(value)) + '\n')
 
 
 def without_nan(
@@ -355,9 +356,11 @@ def read_rows(
     "Read what is to be scored; the first bad row is a UsageError that names it."
     if not paths and sys.stdin.isatty():
         raise UsageError('no rows to score: name files of JSON lines, or give the lines on standard input')
-    files = [(path, Path(path).read_text(encoding='utf-8').splitlines()) for path in paths]
-    rows = [read_row(line, f'{place}, line {number}') for place, lines in files or [('standard input', sys.stdin)]
-            for number, line in enumerate(lines, 1) if line.strip()]
+    from rookworld_nb.positions import text_file
+    with ExitStack() as stack:
+        files = [(path, stack.enter_context(text_file(Path(path)))) for path in paths]
+        rows = [read_row(line, f'{place}, line {number}') for place, lines in files or [('standard input', sys.stdin)]
+                for number, line in enumerate(lines, 1) if line.strip()]
     if not rows:
         raise UsageError('no rows to score: the input is empty')
     return rows
@@ -401,16 +404,14 @@ def score(
 def positions_in(
     path: Path,  # an output file of `label`, perhaps cut off in the middle of a line; may be absent
 ) -> set[str]:  # the FENs that it holds
-    "What is labelled already; the file is mended to end in a whole line."
-    from rookworld_nb.monitor import mend_tail
+    "What is labelled already; a torn last line is cut off, once it is sure that the file is one of ours."
+    from rookworld_nb.positions import labelled_in
     from rookworld_nb.tasks import parse_policy
-    if not path.exists():
-        return set()
-    mend_tail(path)
-    fens = [parse_policy(line).fen for line in path.read_text(encoding='utf-8').splitlines()]
-    if None in fens:
-        raise UsageError(f'{path}, line {fens.index(None) + 1}: not a P: line; label adds only to files of its own')
-    return set(fens)
+    *lines, torn = path.read_bytes().decode(errors='replace').split('\n') if path.exists() else ['']
+    good = [parse_policy(line).fen is not None for line in lines] + ['P: '.startswith(torn[:3])]
+    if not all(good):
+        raise UsageError(f'{path}, line {good.index(False) + 1}: not a P: line; label adds only to files of its own')
+    return labelled_in(path)
 
 # %% ../nbs/23_cli.ipynb #e1c68937
 def label(
@@ -454,7 +455,7 @@ def evaluation_samples(
     limit: int | None,        # at most so many of each task, from the start; None: all
 ) -> list:  # samples with targets; bad lines are named in the log; empty where no suite of lines is asked for
     "What a model is examined on."
-    from rookworld_nb.positions import read_lines, shipped, warn_malformed
+    from rookworld_nb.positions import by_task, read_lines, shipped, warn_malformed
     tasks = {SUITES[name] for name in suite if name in SUITES}
     if 'stress' in suite and (data is not None or len(tasks) > 1 or 'env' in suite):
         raise UsageError('--suite stress: a shipped set of its own; policy, env and --data need another command')
@@ -464,7 +465,7 @@ def evaluation_samples(
     if not any(sample.task in tasks for sample in samples):
         raise UsageError(f'--data: {data} holds no line for --suite; {len(samples)} good, {len(malformed)} malformed')
     warn_malformed(data, malformed)
-    return [sample for task in 'PA' if task in tasks for sample in [s for s in samples if s.task == task][:limit]]
+    return [sample for task, some in by_task(samples).items() if task in tasks for sample in some[:limit]]
 
 
 SUITES = {'policy': 'P', 'env': 'A', 'stress': 'A'}  # suites of prompts with targets
@@ -472,8 +473,7 @@ Suites = tuple[Literal['policy', 'env', 'stress', 'mate', 'tactics', 'puzzles', 
 
 # %% ../nbs/23_cli.ipynb #137bf267
 def examine(
-    model: str,                     # nano, a folder, or a Hugging Face id
-    device: str,                    # where it computes
+    loaded: tuple,                  # model and tokenizer
     samples: list,                  # of `evaluation_samples`
     temperatures: tuple[float, ...], # one pass for each
     **options,                      # of `evaluate.evaluate`
@@ -485,8 +485,7 @@ def examine(
     from rookworld_nb.evaluate import evaluate
     from rookworld_nb.rewards import RewardScorer
     from rookworld_nb.run import TrainConfig
-    from rookworld_nb.weights import load_pretrained
-    scorer, loaded = RewardScorer(TrainConfig().rewards), load_pretrained(model, device)
+    scorer = RewardScorer(TrainConfig().rewards)
     return pd.concat(evaluate(*loaded, samples, each, scorer=scorer, **options) for each in temperatures)
 
 # %% ../nbs/23_cli.ipynb #3c221759
@@ -504,7 +503,7 @@ def suite_puzzles(
     if data is not None and not lines and 'puzzles' not in suite:
         raise UsageError(f'--data {data}: of --suite {",".join(suite)} none reads a file')
     readers = {'mate': lambda: shipped_puzzles('mates'), 'tactics': lambda: shipped_puzzles('tactics'),
-               'puzzles': lambda: read_puzzles(data)}
+               'puzzles': lambda: read_puzzles(data, limit)}
     return {name: readers[name]()[:limit] for name in suite if name in readers}
 
 
@@ -514,9 +513,10 @@ def suite_openings(
     levels: tuple[str, ...],      # of the opponents
     stockfish_path: Path | None,  # the executable; None: looked for
 ) -> list[str]:                   # FENs, one a game
-    "The openings, if the games asked for can be played."
+    "The openings, if games are asked for and can be played."
     from rookworld_nb.positions import opening_positions
     from rookworld_nb.suites import stockfish_opponent
+    if not {'selfplay', 'stockfish'} & {*suite}: return []
     openings = [position.fen for position in opening_positions()]
     if games % 2 or not 2 <= games <= len(openings):
         raise UsageError(f'--games {games}: must be even, 2 to {len(openings)}, the number of openings')
@@ -578,11 +578,11 @@ def evaluate_model(
     if against is not None and not samples:
         raise UsageError(f'--against {against}: compares policy, env and stress, not {",".join(suite)}')
     device = torch_device(device)
-    policy, tokenizer = load_pretrained(model, device)
-    sides = {each: (model_player(policy, tokenizer, each, seed, batch),
-                    model_world(policy, tokenizer, history_plies, each, seed, batch)) for each in temperature}
+    loaded = {name: load_pretrained(name, device) for name in dict.fromkeys((against, model)) if name}
+    sides = {each: (model_player(*loaded[model], each, seed, batch),
+                    model_world(*loaded[model], history_plies, each, seed, batch)) for each in temperature}
     options = dict(seed=seed, samples_per_prompt=samples_per_prompt, max_new_tokens=max_new_tokens, batch_size=batch)
-    examined = {name: examine(name, device, samples, temperature, **options) for name in (against, model) if name}
+    examined = {name: examine(each, samples, temperature, **options) for name, each in loaded.items()}
     played = [(name, each, table) for each, side in sides.items() for name, table in play_suites(
         suite, *side, puzzles, openings, samples_per_prompt if each else 1, levels, stockfish_path)]
     report_evaluation(samples, examined[model], examined.get(against), played, json)
@@ -703,12 +703,12 @@ def ablate(
 
 
 def search(
-    config,                             # what was given of a run.TrainConfig, shared by all trials
-    space: tuple[str, ...] = ('grid',), # grid, NAME=a|b|c, NAME=low..high, NAME=low..high:log; the later counts
-    trials: int | None = None,          # of the study in all; none: every point of a grid
-    workers: int = 1,                   # trials side by side, a process each
-    storage: str | None = None,         # URL of a database shared by machines; none: a file in --output-dir
-    prune: bool = True,                 # stop trials whose reward falls
+    config,                               # what was given of a run.TrainConfig, shared by all trials
+    space: tuple[str, ...] | None = None, # nano, grid, 'NAME=a|b', NAME=low..high[:log]; none: grid, or nano for nano
+    trials: int | None = None,            # of the study in all; none: every point of a grid
+    workers: int = 1,                     # trials side by side, a process each
+    storage: str | None = None,           # URL of a database shared by machines; none: a file in --output-dir
+    prune: bool = True,                   # stop trials whose reward falls
 ) -> None:
     "Search for settings with many runs; in the same --output-dir (none: runs/search) the study goes on."
     from rookworld_nb.scale import Search, run_search, search_report

@@ -18,8 +18,8 @@ from torch import Tensor
 from .grpo import compute_advantages
 from .kl import SettingError
 from .rewards import (
-    Judged, PolicyTruth, RewardConfig, best_score, blend_shares, candidate_gains, env_scores, eval_gains, policy_format,
-    read_env, read_policy, scale_score)
+    ADDITIVE, Judged, PolicyTruth, RewardConfig, best_score, blend_shares, candidate_gains, env_scores, eval_gains,
+    policy_format, read_env, read_policy, scale_score)
 from .rules import EnvStep
 from .sampling import Rollouts
 from .tasks import MAX_MOVES, env_parts, policy_parts
@@ -135,7 +135,7 @@ class PartCredit:
         tokenizer: Tokenizer,  # of the policy
     ) -> None:
         curved = [name for name in ('candidates_scaling', 'evals_scaling') if getattr(cfg, name) != 'linear']
-        shaped = [] if cfg.shaping in ('continuous', 'linear') else ['shaping']
+        shaped = [] if cfg.shaping in ADDITIVE else ['shaping']
         if acting := shaped + curved + [name for name in ('normalize', 'reward_warmup_steps') if getattr(cfg, name)]:
             raise SettingError(f'{acting[0]}={getattr(cfg, acting[0])!r} acts on whole answers: parts cannot be paid')
         self.cfg, self.tokenizer, self.pieces = cfg, tokenizer, {}

@@ -25,7 +25,7 @@ from .hardware import ALONE, Ranks
 from .model import GPT
 from .positions import Sample
 from .rewards import PolicyTruth, RewardScorer, find_truth, read_env, read_policy
-from .rules import EnvStep
+from .rules import EnvStep, legal_moves
 from .sampling import sample as sample_group
 from .tasks import MAX_MOVES, parse_env, parse_policy
 
@@ -104,7 +104,8 @@ def policy_metrics(
     """Measure one policy completion."""
     truth, answer = find_truth(sample.prompt, sample.completion, None), read_policy(text)
     possible, moves = min(MAX_MOVES, len(truth.legal)), answer.moves[:MAX_MOVES]
-    hits, evals = truth.pawns.keys() & set(moves), dict(reversed([*zip(moves, answer.evals)]))
+    hits, evals = truth.pawns.keys() & set(moves), {}
+    for move, pawns in zip(moves, answer.evals): evals.setdefault(move, pawns)    # of a repeated move the first counts
     errors = [abs(clip_pawns(evals[move]) - clip_pawns(truth.pawns[move])) for move in hits & evals.keys()]
     return {
         'parsed': float(bool(answer.moves and answer.evals and answer.best)),
@@ -140,7 +141,7 @@ def move_class(
 ) -> str:           # one of CLASSES
     """The class of a move: its outcome if that is special, else its kind."""
     what = outcome(truth.reward, truth.terminated, truth.truncated)
-    if what != 'ordinary':
+    if what != 'ordinary' or uci not in legal_moves(fen):    # a stored target may call an impossible move ordinary
         return what
     board, move = chess.Board(fen), chess.Move.from_uci(uci)
     if move.promotion:
@@ -320,9 +321,9 @@ def summarise(
         for metric in METRICS[task]:
             values = by_prompt(part, metric).to_numpy()
             if len(values):
-                shares = np.isin(values, (0, 1)).all()    # the bootstrap of twelve ones would be 1 to 1
+                shares = METRICS[task][metric].unit == 'share' and np.isin(values, (0, 1)).all()
                 low, high = (wilson_interval(int(values.sum()), len(values)) if shares else
-                             bootstrap_interval(values, resamples, seed))
+                             bootstrap_interval(values, resamples, seed))    # of twelve ones: 1 to 1
                 rows.append((task, temperature, metric, values.mean(), low, high, len(values)))
     columns = ['task', 'temperature', 'metric', 'mean', 'low', 'high', 'n']
     return pd.DataFrame(rows, columns=columns).set_index(columns[:3])

@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional    # imported while a group is up, its defaults would keep that group alive
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -372,17 +373,18 @@ def search_batch(
     "Try larger and larger batches until one takes more than its share."
     if not 0 < target <= 1:
         raise HardwareError(f'--target {target}: must be above 0 and at most 1')
-    profiles, total = [], total_memory(device)
-    with memory_limit(device, total):
+    profiles, room = [], total_memory(device)
+    with memory_limit(device, room):
         for positions, group in sizes:
             reset_peak(device)
             if not completes(trial, (positions, group)):
                 return BatchSearch(tuple(profiles), target, f'out of memory at {positions} x {group}')
-            peak = peak_memory(device)
-            profiles.append(MemoryProfile(peak/1e9, total/1e9, peak/total, positions, group, positions*group))
+            peak, total = peak_memory(device)/1e9, room/1e9
+            profile = MemoryProfile(peak, total, peak/total, positions, group, positions*group)
+            profiles.append(profile)
             logger.info('Memory profile: %d positions x %d completions, peak %.2f of %.2f GB (%.1f %%)', positions,
-                        group, peak/1e9, total/1e9, 100*peak/total)
-            if peak > target*total:
+                        group, peak, total, 100*profile.utilization)
+            if profile.utilization > target:
                 return BatchSearch(tuple(profiles), target, f'{positions} x {group} takes more than {target:.0%}')
     return BatchSearch(tuple(profiles), target, 'the largest size tried')
 
@@ -422,7 +424,7 @@ class Ranks:
     "One of several processes that work together; one that is alone gets back what it gives."
     rank: int = 0   # of this process, 0 to size - 1
     size: int = 1   # processes in all
-    local: int = 0  # the how manieth process of this machine it is, from 0
+    local: int = 0  # number of this process on its machine, from 0
 
     @property
     def first(self) -> bool:

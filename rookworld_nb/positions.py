@@ -7,8 +7,8 @@ __all__ = ['logger', 'SHIPPED', 'OPENINGS', 'CENTRE', 'HOME_RANK', 'PIECE_MIX', 
            'lazy_lines', 'read_lines', 'warn_malformed', 'write_lines', 'shipped', 'seen_positions',
            'split_by_position', 'Position', 'opening_positions', 'development_weight', 'random_play', 'random_endgame',
            'generate_positions', 'LabelError', 'policy_line', 'shard_of', 'Labelling', 'locked', 'cut_inputs',
-           'labelled_in', 'label_shard', 'label_worker', 'merge_shards', 'label_files', 'prompt_pools', 'Rounds',
-           'PromptMix']
+           'labelled_in', 'label_shard', 'label_worker', 'merge_shards', 'label_files', 'by_task', 'prompt_pools',
+           'Rounds', 'PromptMix']
 
 # %% ../nbs/04_positions.ipynb #8bbc9c47
 import gzip
@@ -21,6 +21,7 @@ import random
 import shutil
 import sys
 import time
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
@@ -32,8 +33,8 @@ from typing import TextIO
 
 import chess
 
-from .rules import Candidate, InvalidFen, Stockfish, fen_key, legal_moves
-from .tasks import format_policy, parse_env, split_line, task_of
+from .rules import Candidate, Stockfish, fen_key, legal_moves, parse_board
+from .tasks import format_policy, parse_env, policy_prompt, split_line, task_of
 
 # %% ../nbs/04_positions.ipynb #4ac70ac4
 @dataclass(frozen=True)
@@ -70,7 +71,8 @@ def _sample(
 ) -> Sample:  # the parsed and checked sample
     "Parse one data line, or raise a ValueError that says what is wrong with it."
     sample = Sample(*split_line(line))
-    chess.Board(sample.fen)
+    board = parse_board(sample.fen)
+    if sample.task == 'P' and not any(board.legal_moves): raise ValueError('the position has no legal move')
     return sample
 
 # %% ../nbs/04_positions.ipynb #f3b706e0
@@ -80,9 +82,9 @@ def text_file(
 ) -> Iterator[TextIO]:  # opened for reading
     "Open a text file; what cannot be decoded is a DataError that names the file."
     try:
-        with (gzip.open if path.suffix == '.gz' else open)(path, 'rt', encoding='utf-8') as file:
+        with (gzip.open if path.suffix == '.gz' else open)(path, 'rt', encoding='utf-8-sig') as file:
             yield file
-    except (UnicodeDecodeError, gzip.BadGzipFile, EOFError) as error:
+    except (UnicodeDecodeError, gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise DataError(f'{path} is neither plain text nor .gz (unpack .zst first): {error}') from None
 
 
@@ -461,8 +463,8 @@ def label_shard(
             for fen in dict.fromkeys(fens):
                 if fen in done: continue
                 if alone(): return False
-                try: several = len(legal_moves(fen)) > 1
-                except InvalidFen as error: bad.append(str(error)); continue
+                try: several, _ = len(legal_moves(fen)) > 1, policy_prompt(fen)    # a line needs all six fields
+                except ValueError as error: bad.append(str(error)); continue
                 single += not several
                 if several: file.write(policy_line(fen, engine.analyse(fen), job.seed, job.padded) + '\n')
             os.fsync(file.fileno())
@@ -528,8 +530,9 @@ def label_files(
         return {'lines': 0, 'single': 0, 'malformed': 0}
     if Path(job.output).exists() and not (job.folder/'plan.json').exists():
         raise LabelError(f'--output {job.output}: is there already; give a new file')
-    Stockfish(job.stockfish_path, nodes=job.nodes).close()    # one that is not there is said before anything is made
+    with Stockfish(job.stockfish_path, nodes=job.nodes) as engine: name = engine.name    # none: before anything is made
     cut_inputs(job, sources)
+    logger.info('Engine: %s, %d nodes a position', name, job.nodes)
     spawn = get_context('spawn')
     workers = [spawn.Process(target=label_worker, args=(job, n, processes)) for n in range(processes)]
     for worker in workers: worker.start()
@@ -539,21 +542,29 @@ def label_files(
     return merge_shards(job)
 
 # %% ../nbs/04_positions.ipynb #efd052a9
+def by_task(
+    samples: Iterable[Sample],  # P: and A: samples in any order
+) -> dict[str, list[Sample]]:   # 'P' and 'A' -> the samples of that task, in their order
+    "Sort samples by task."
+    samples = list(samples)
+    return {task: [sample for sample in samples if sample.task == task] for task in 'PA'}
+
+# %% ../nbs/04_positions.ipynb #199f402c
 def prompt_pools(
     samples: Iterable[Sample],  # P: and A: samples in any order
     batch_positions: int,       # prompts in a batch, >= 1
     mix_env_ratio: float,       # share of A: prompts, 0 to 1
 ) -> dict[str, list[Sample]]:  # 'P' and 'A' -> the samples of that task
     "Sort samples by task, or raise a DataError where the mix cannot be dealt from them."
-    samples = list(samples)
-    pools = {task: [sample for sample in samples if sample.task == task] for task in 'PA'}
+    pools = by_task(samples)
     if batch_positions < 1:
         raise DataError(f'batch_positions={batch_positions}: a batch needs at least 1 prompt')
     if not 0 <= mix_env_ratio <= 1:
         raise DataError(f'mix_env_ratio={mix_env_ratio} is not a share between 0 and 1')
     for task, share in (('P', 1-mix_env_ratio), ('A', mix_env_ratio)):
         if share and not pools[task]:
-            raise DataError(f'mix_env_ratio={mix_env_ratio} asks for {task}: prompts and the data hold none')
+            raise DataError(f'mix_env_ratio={mix_env_ratio} asks for {task}: prompts and the data hold none; '
+                            f'give {0 if task == "A" else 1} to do without')
     return pools
 
 

@@ -4,12 +4,13 @@
 
 # %% auto #0
 __all__ = ['logger', 'EMPTY', 'SQUARES', 'PROMOTIONS', 'CASTLING', 'HEADS', 'TOKEN_PATTERN', 'MAX_COUNTER', 'HEAVY', 'PIECES',
-           'ENV_SHARES', 'PROMPT_TOKENS', 'BOARD_TOKENS', 'PROMPT_BOARD', 'PROMPT_MOVE', 'ENV_DIVISOR', 'HELD_SHARDS',
-           'PretrainError', 'board_tokenizer', 'labelled_game', 'policy_sample', 'make_policy_data', 'env_sample',
-           'move_kind', 'illegal_move', 'cornered_king', 'bare_capture', 'find_kind', 'make_env_data', 'ranked',
-           'legal_list', 'Rows', 'pack', 'batches', 'square_slots', 'token_weights', 'completion_loss',
-           'completion_mask', 'board_init_', 'PretrainConfig', 'batch_kinds', 'learning_rate', 'train', 'validate',
-           'make_stress', 'prepare', 'natural_env_sample', 'make_prompts', 'pretrain']
+           'ENV_SHARES', 'MOST_LOOKS', 'PROMPT_TOKENS', 'BOARD_TOKENS', 'PROMPT_BOARD', 'PROMPT_MOVE', 'COUNTS',
+           'ENV_DIVISOR', 'HELD_SHARDS', 'PretrainError', 'board_tokenizer', 'labelled_game', 'policy_sample',
+           'make_policy_data', 'env_sample', 'move_kind', 'illegal_move', 'cornered_king', 'bare_capture', 'find_kind',
+           'make_env_data', 'ranked', 'legal_list', 'Rows', 'pack', 'batches', 'square_slots', 'token_weights',
+           'completion_loss', 'completion_mask', 'board_init_', 'check_pretrain', 'PretrainConfig', 'batch_kinds',
+           'learning_rate', 'train', 'validate', 'make_stress', 'read_excluded', 'prepare', 'natural_env_sample',
+           'make_prompts', 'pretrain']
 
 # %% ../nbs/11_pretrain.ipynb #2896c040
 import functools
@@ -33,8 +34,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .model import GPT, GPTConfig
-from .positions import SHIPPED, Sample, random_endgame, read_lines, seen_positions, shipped, write_lines
-from .rules import Stockfish, env_step, fen_key, legal_moves
+from .positions import (
+    SHIPPED, Sample, by_task, random_endgame, read_lines, seen_positions, shipped, write_lines)
+from .rules import InvalidFen, Stockfish, env_step, fen_key, legal_moves
 from .tasks import format_env, format_policy, parse_policy, policy_prompt, split_line
 from .weights import END_TOKEN, end_token_id, load_pretrained, save_pretrained
 
@@ -299,15 +301,16 @@ def bare_capture(
 #: Share of each kind among the A: samples; what is left is 'ordinary'.
 ENV_SHARES = {'illegal': .20, 'mate': .10, 'check': .10, 'draw': .06,
               'castling': .04, 'en_passant': .03, 'promotion': .05}
+MOST_LOOKS = 20_000  # positions looked at for one move of a kind; one in a hundred or so has it
 
 
 def find_kind(
     kind: str,           # a key of ENV_SHARES
     fens: list[str],     # positions from games, to start from
     rng: random.Random,  # source of the choices
-) -> Sample:  # an A: sample of that kind
+) -> Sample | None:  # an A: sample of that kind; None where `MOST_LOOKS` positions have none
     "Look for a move of a kind: in positions from games and, for the rarer kinds, in positions set up for it."
-    while True:
+    for _ in range(MOST_LOOKS):
         board = chess.Board(rng.choice(fens))
         if kind == 'illegal':
             return env_sample(board.fen(), illegal_move(board, rng))
@@ -324,6 +327,7 @@ def find_kind(
         moves = [move for move in board.legal_moves if _may_be(kind, board, move) and move_kind(board, move) == kind]
         if moves:
             return env_sample(board.fen(), rng.choice(moves).uci())
+    return None
 
 # %% ../nbs/11_pretrain.ipynb #4fb6da09
 def _may_be(kind: str, board: chess.Board, move: chess.Move) -> bool:
@@ -350,7 +354,8 @@ def _env_shard(number: int, folder: Path, size: int, seed: int) -> None:
     kinds = list(ENV_SHARES) + ['ordinary']
     weights = list(ENV_SHARES.values()) + [1 - sum(ENV_SHARES.values())]
     drawn = rng.choices(kinds, weights, k=size)
-    samples = [_ordinary(rng.choice(fens), rng) if kind == 'ordinary' else find_kind(kind, fens, rng) for kind in drawn]
+    rare = lambda kind: None if kind == 'ordinary' else find_kind(kind, fens, rng)
+    samples = [rare(kind) or _ordinary(rng.choice(fens), rng) for kind in drawn]
     _write_shard(list(dict.fromkeys(samples)), folder/f'env-{number:04d}.txt')
 
 
@@ -452,6 +457,8 @@ def batches(
     start: int = 0,     # batches to skip: where an earlier run stopped
 ) -> Iterator[np.ndarray]:  # row numbers of one batch; endless, in a new order every epoch
     "Deal rows of similar length together; batch number k is a pure function of the rows, the seed and k."
+    if not len(rows):
+        raise PretrainError(f'no {rows.kind}: row is left to learn from; give more --shards')
     lengths, epoch = np.diff(rows.offsets), 0
     while True:
         rng = np.random.default_rng([seed, epoch])
@@ -538,7 +545,7 @@ def board_init_(
     seed: int = 0,         # of the codes
     std: float = .02,      # size of the codes; noise of half that size lies on top
 ) -> None:
-    "Give everything that stands for a square, slots and move tokens alike, the sum of a rank code and a file code."
+    "Give squares the sum of a rank and a file code, and piece letters that of a piece and a colour code."
     generator = torch.Generator().manual_seed(seed)
 
     def code(n):
@@ -563,6 +570,26 @@ def board_init_(
             model.wte.weight[tokenizer.token_to_id(letter)] = noisy(vector + colours[colour])
 
 # %% ../nbs/11_pretrain.ipynb #3133d876
+COUNTS = ('steps', 'shards', 'policy_shard', 'env_shard', 'nodes', 'n_layer', 'n_head', 'n_embd', 'batch_tokens',
+          'batches_per_step', 'warmup_steps', 'processes', 'threads', 'save_every')
+
+
+def check_pretrain(
+    config: 'PretrainConfig', # what is asked for
+) -> None:
+    "Refuse impossible settings, before any data is made."
+    wrong = {name: 'at least 1' for name in COUNTS if getattr(config, name) < 1}
+    if not wrong and config.n_embd % config.n_head: wrong['n_head'] = f'a divisor of --n-embd {config.n_embd}'
+    if not 0 < config.lr < math.inf: wrong['lr'] = 'above 0'
+    if not 0 <= config.mate_share < 1: wrong['mate_share'] = 'at least 0 and below 1'
+    if not 0 < config.decay_share <= 1: wrong['decay_share'] = 'above 0 and at most 1'
+    for name, words in wrong.items():
+        raise PretrainError(f'--{name.replace("_", "-")} {getattr(config, name)}: must be {words}')
+    if min(config.env_share, config.legal_share) < 0 or config.env_share + config.legal_share >= 1:
+        raise PretrainError(f'--env-share {config.env_share} and --legal-share {config.legal_share}: must be '
+                            'at least 0, and together below 1; the rest is P: rows')
+
+# %% ../nbs/11_pretrain.ipynb #1537c8c7
 @dataclass(frozen=True)
 class PretrainConfig:
     "What `rookworld pretrain` makes; choosing the prompts at its end has settings of its own (`make_prompts`)."
@@ -592,16 +619,7 @@ class PretrainConfig:
     save_every: int = 250      # steps between checkpoints
 
     def __post_init__(self):
-        for name in ('steps', 'shards', 'policy_shard', 'env_shard', 'nodes', 'n_layer', 'n_head', 'n_embd',
-                     'batch_tokens', 'batches_per_step', 'warmup_steps', 'processes', 'threads', 'save_every'):
-            if getattr(self, name) < 1:
-                raise PretrainError(f'--{name.replace("_", "-")} {getattr(self, name)}: must be at least 1')
-        for name, fits, words in (('mate_share', 0 <= self.mate_share < 1, 'at least 0 and below 1'),
-                                  ('decay_share', 0 < self.decay_share <= 1, 'above 0 and at most 1')):
-            if not fits: raise PretrainError(f'--{name.replace("_", "-")} {getattr(self, name)}: must be {words}')
-        if not 0 <= self.env_share + self.legal_share < 1:
-            raise PretrainError(f'--env-share {self.env_share} and --legal-share {self.legal_share} '
-                                'leave nothing for P: rows')
+        check_pretrain(self)
 
 # %% ../nbs/11_pretrain.ipynb #51169044
 def batch_kinds(
@@ -768,28 +786,46 @@ def make_stress(
     taken = seen_positions(sample for place, part in enumerate(parts) if place % HELD_SHARDS < HELD_SHARDS - 2
                            for sample in part)
     fens, found = [sample.fen for part in parts[HELD_SHARDS - 2:HELD_SHARDS] for sample in part], []
-    for number, kind in enumerate(ENV_SHARES, 1):
-        while len(found) < number*per_kind:
-            sample = find_kind(kind, fens, rng)
+    for kind in ENV_SHARES:
+        count = 0
+        for _ in range(50*per_kind):
+            if count == per_kind or (sample := find_kind(kind, fens, rng)) is None: break
             if not (seen := seen_positions([sample])) & taken:
                 taken |= seen
                 found.append(sample)
+                count += 1
+        if count < per_kind: logger.warning('rare moves: the held-out shards have %d of %d %s', count, per_kind, kind)
     return found
 
 # %% ../nbs/11_pretrain.ipynb #8926c72e
+def read_excluded(
+    path: str | None,  # of a file with a FEN a line
+) -> list[str]:        # their `fen_key`
+    "Positions that must not be learned from."
+    keys = []
+    for number, line in enumerate(Path(path).read_text(encoding='utf-8').splitlines() if path else [], 1):
+        try:
+            keys += [fen_key(line)] if line.strip() else []
+        except InvalidFen as error:
+            raise PretrainError(f'--exclude {path}, line {number}: {error}') from None
+    return keys
+
+# %% ../nbs/11_pretrain.ipynb #ee0d557d
 def prepare(
     config: PretrainConfig,  # what to do
     tokenizer: Tokenizer,    # nano's
 ) -> tuple[dict[str, Rows], dict[str, Rows]]:  # rows to learn from, 200 held-out rows a kind; no position in both
     "Make what data is missing and tokenize it; the result is kept in `rows.npz`."
     folder = Path(config.output_dir)
-    excluded = [] if config.exclude is None else Path(config.exclude).read_text(encoding='utf-8').splitlines()
+    excluded = read_excluded(config.exclude)
     made_of = [json.dumps([config.shards, config.policy_shard, config.env_shard, config.nodes, config.mate_share,
-                           config.best_first, config.seed, sorted(map(fen_key, excluded))])]
+                           config.best_first, config.seed, sorted(excluded)])]
     cache = folder/'rows.npz'
-    if cache.exists() and list((stored := np.load(cache))['made_of']) == made_of:
-        return tuple({kind: Rows(kind, stored[f'{part} {kind} ids'], stored[f'{part} {kind} offsets'])
-                      for kind in 'PAL'} for part in ('train', 'held'))
+    if cache.exists():
+        with np.load(cache) as stored:
+            if list(stored['made_of']) == made_of:
+                return tuple({kind: Rows(kind, stored[f'{part} {kind} ids'], stored[f'{part} {kind} offsets'])
+                              for kind in 'PAL'} for part in ('train', 'held'))
     train_files, held_files = (
         make_policy_data(folder/name, shards, config.policy_shard, config.nodes, seed, config.processes, mate_share)
         + make_env_data(folder/name, shards, config.env_shard, seed, config.processes)
@@ -798,19 +834,27 @@ def prepare(
     held, rare = [sample for file in held_files for sample in read_lines(file)[0]], make_stress(held_files)
     write_lines(rare, folder/'stress.txt.gz')
     known = [sample for name in SHIPPED for sample in shipped(name)]    # what any model of ours is judged on
-    taken = {*map(fen_key, excluded)} | seen_positions(held + rare + known)
+    taken = {*excluded} | seen_positions(held + rare + known)
     samples = [sample for file in train_files for sample in read_lines(file)[0]
                if not seen_positions([sample]) & taken]
     rows, held_rows = (_rows(some, tokenizer, config.best_first) for some in (samples, held[:2000] + held[-2000:]))
     parts = {'train': rows, 'held': {kind: some.first(200) for kind, some in held_rows.items()}}
-    np.savez(cache, made_of=made_of, **{f'{part} {kind} {name}': getattr(rows, name) for part, kinds in parts.items()
-                                        for kind, rows in kinds.items() for name in ('ids', 'offsets')})
+    _keep_rows(cache, made_of, parts)
     return parts['train'], parts['held']
+
+# %% ../nbs/11_pretrain.ipynb #621b2355
+def _keep_rows(cache: Path, made_of: list[str], parts: dict[str, dict[str, Rows]]) -> None:
+    "Write what `prepare` has made: whole, or not at all."
+    arrays = {f'{part} {kind} {name}': getattr(rows, name) for part, kinds in parts.items()
+              for kind, rows in kinds.items() for name in ('ids', 'offsets')}
+    partial = cache.with_suffix('.partial.npz')
+    np.savez(partial, made_of=made_of, **arrays)
+    os.replace(partial, cache)
 
 
 def _rows(samples: list[Sample], tokenizer: Tokenizer, best_first: bool) -> dict[str, Rows]:
     "Token rows of the three kinds; every fourth P: position also gives a list of its legal moves."
-    policy, env = ([sample for sample in samples if sample.task == task] for task in 'PA')
+    policy, env = by_task(samples).values()
     texts = map(ranked, policy) if best_first else (sample.completion for sample in policy)
     pairs = {'P': list(zip((sample.prompt for sample in policy), texts)), 'L': [legal_list(s.fen) for s in policy[::4]],
              'A': [(sample.prompt, sample.completion) for sample in env]}
@@ -862,9 +906,11 @@ def pretrain(
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = board_tokenizer()
     rows, validation = prepare(config, tokenizer)
-    with open(folder/'metrics.jsonl', 'a', encoding='utf-8') as log:
+    with open(folder/'metrics.jsonl', 'a+b') as log:
+        log.seek(0)
+        log.truncate(log.read().rfind(b'\n') + 1)    # a torn last line goes
         for row in train(config, rows, tokenizer, validation):
-            log.write(json.dumps(row) + '\n')
+            log.write(json.dumps(row).encode() + b'\n')
             log.flush()
             if 'heldout/P/loss' in row:
                 logger.info('step %d of %d: held-out nats a token P %.3f, A %.3f; whole A answers right %.3f',

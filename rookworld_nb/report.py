@@ -136,7 +136,10 @@ def ending(
     "Why the run ended, as far as its folder knows."
     if not run.rows:
         return 'no step was logged: the run is starting, or failed before its first update was done'
-    if run.summary.get('stop_reason') and run.summary.get('steps', run.done) >= run.done:
+    steps = run.summary.get('steps', run.done)
+    if not isinstance(steps, int):
+        raise ReportError(f'{run.folder/"summary.json"}: steps is {steps!r}, not a number')
+    if run.summary.get('stop_reason') and steps >= run.done:
         return str(run.summary['stop_reason'])
     if run.done == run.config.get('steps'):
         return f'all {run.done} steps are logged, and no evaluation followed'
@@ -545,7 +548,7 @@ def command_line(
     words = ['rookworld train']
     for name, value in changed_settings(config).items():
         flag, word = name.replace('_', '-'), shlex.quote(as_word(value))
-        if name not in DEFAULTS or name in PLACES:
+        if name not in DEFAULTS or name in PLACES or name == 'auto_batch_size':    # what it chose is in batch_positions
             continue
         if isinstance(DEFAULTS[name], bool):
             words.append(f'--{flag}' if value else f'--no-{flag}')

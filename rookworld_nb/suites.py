@@ -172,6 +172,7 @@ def suite_lines(
 def parse_puzzles(
     text: str,           # a Lichess CSV, EPD lines, BIG-bench JSON lines or its task.json
     name: str = 'text',  # where it comes from, for messages
+    limit: int | None = None, # at most so many, from the start; None: all
 ) -> list[Puzzle]:       # in the order of the lines
     """Read a suite, or say which line cannot be read."""
     lines = suite_lines(text)
@@ -184,7 +185,7 @@ def parse_puzzles(
         columns, lines = header, lines[1:]
     reader = {'lichess': lambda line, _: lichess_puzzle(dict(zip(columns, next(csv.reader([line]))))),
               'epd': epd_puzzle, 'bigbench': bigbench_puzzle}[kind]
-    for number, line in lines:
+    for number, line in lines[:limit]:
         try:
             puzzles.append(reader(line, str(number)))
         except (ValueError, AttributeError, TypeError, csv.Error) as error:
@@ -194,13 +195,14 @@ def parse_puzzles(
 
 def read_puzzles(
     path: str | Path, # a suite, plain or .gz
+    limit: int | None = None, # at most so many, from the start; None: all
 ) -> list[Puzzle]:    # in the order of the file
     """Read a suite from a file; its format is found by content."""
     path = Path(path)
     if not path.is_file():
         raise SuiteError(f'no suite at {str(path)!r}: give a Lichess CSV, EPD or BIG-bench file, plain or .gz')
     with text_file(path) as file:
-        return parse_puzzles(file.read(), path.name)
+        return parse_puzzles(file.read(), path.name, limit)
 
 # %% ../nbs/16_suites.ipynb #34d507e5
 Player = Callable[[Sequence[str]], list[PolicyAnswer]]  # FENs in, one answer each

@@ -8,7 +8,6 @@ __all__ = ['MAX_MOVES', 'HISTORY_PLIES', 'FIELD_WIDTHS', 'TaskFormatError', 'is_
            'env_parts', 'task_of', 'split_line']
 
 # %% ../nbs/02_tasks.ipynb #e1486924
-import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -59,8 +58,9 @@ def _check_plain(name:str, text:str)->str:
     return text
 
 def _pawns(value:float)->str:
-    if not math.isfinite(value): raise TaskFormatError(f"an evaluation must be a finite number of pawns, not {value!r}")
-    return str(round(float(value), 2) + 0.0)   # + 0.0 turns -0.0 into 0.0
+    text = str(round(float(value), 2) + 0.0)   # + 0.0 turns -0.0 into 0.0
+    if not _NUMBER.fullmatch(text): raise TaskFormatError(f"an evaluation must be pawns, below 10**9, not {value!r}")
+    return text
 
 def policy_prompt(
     fen:str, # six-field FEN of the position to play
@@ -114,11 +114,12 @@ def format_env(
     truncated:bool,             # the move was illegal
 )->str:                         # an A: line without a line end
     "An environment line: position, move, history, next position, reward, two flags."
-    if not math.isfinite(reward): raise TaskFormatError(f"the reward must be a finite number, not {reward!r}")
+    if not _NUMBER.fullmatch(written := str(float(reward) + 0.0)):
+        raise TaskFormatError(f"the reward must be a finite number of up to 9 + 9 digits, not {reward!r}")
     for name, flag in (('terminated', terminated), ('truncated', truncated)):
         if flag not in (0, 1): raise TaskFormatError(f"{name} must be a flag, 0 or 1, not {flag!r}")
     flags = f'{int(terminated)}+{int(truncated)}'
-    return f'{env_prompt(fen, uci, history)}{_check_fen(new_fen)}+{float(reward) + 0.0}+{flags}'
+    return f'{env_prompt(fen, uci, history)}{_check_fen(new_fen)}+{written}+{flags}'
 
 # %% ../nbs/02_tasks.ipynb #b3a4e710
 @dataclass(frozen=True)

@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['SCHEDULES', 'ADAMW', 'LOSS_OPTIONS', 'logger', 'RECENT', 'TrainerConfig', 'check_config', 'lr_factor',
            'build_optimizer', 'MicroBatch', 'micro_batches', 'items_of', 'FirstUpdateError', 'likely_cause',
-           'check_first_update', 'stack_rows', 'exact_token_kl', 'Critic', 'judged_by', 'critic_loss', 'Learning',
-           'broken_rows', 'accumulate_gradients', 'take_step', 'seen_by_all', 'add_gradients', 'Counts', 'Health',
-           'Learner', 'Updater', 'Survivor', 'trainer_state', 'restore_trainer', 'Trainer']
+           'check_first_update', 'exact_token_kl', 'Critic', 'judged_by', 'critic_loss', 'Learning', 'broken_rows',
+           'accumulate_gradients', 'take_step', 'seen_by_all', 'add_gradients', 'Counts', 'Health', 'Learner',
+           'Updater', 'Survivor', 'trainer_state', 'restore_trainer', 'Trainer']
 
 # %% ../nbs/13_trainer.ipynb #2a1b3d85
 import copy
@@ -22,7 +22,7 @@ import pandas as pd
 import torch
 from torch import Tensor, nn
 
-from .buffer import Experience, RolloutBuffer, share_of
+from .buffer import Experience, RolloutBuffer, share_of, stack_rows
 from .grpo import (
     IMPORTANCE_LEVELS, LOSS_TYPES, count_items, gae, grpo_loss, place_rewards, value_loss)
 from .hardware import ALONE, Ranks
@@ -218,12 +218,11 @@ def likely_cause(
             return 'the weights: the policy gives log-probabilities that are not finite'
         if _gap(now, again, mask) > 0.1*tolerance:
             return 'dropout or other noise: two passes over the same batch differ'
+        if _gap(now, old, mask) <= tolerance:
+            return 'the reference: it is not the model that the policy starts from'
         for temperature in (step/20 for step in range(1, 41)):    # one between these is not found
             if _gap(replace(micro, temperature=temperature).logprobs(model)[0], old, mask) <= tolerance:
-                if _gap(now, old, mask) > tolerance:
-                    return f'the temperature: sampled at {temperature:g}, the loss uses {micro.temperature:g}'
-    if _gap(now, old, mask) <= tolerance:
-        return 'the reference: it is not the model that the policy starts from'
+                return f'the temperature: sampled at {temperature:g}, the loss uses {micro.temperature:g}'
     padded = ~micro.prompt_mask.all(1).repeat_interleave(micro.group_size)
     if padded.any() and _gap(now, old, mask & ~padded[:, None]) <= tolerance:
         return 'positions under padding: only rows whose prompt is padded disagree'
@@ -251,15 +250,6 @@ def check_first_update(
         f'before the first update the largest |ratio - 1| is {to_old:.3g} (limit {config.identity_tolerance:g}), '
         f'{clipped:.1%} of the tokens are outside the clip range and the KL is {kl:.3g}; all three must be 0. '
         f'Likely cause: {likely_cause(model, micro, config.identity_tolerance)}')
-
-# %% ../nbs/13_trainer.ipynb #1a8f4d38
-def stack_rows(
-    pieces: list[Tensor], # (n, T) each, of different T; or (n,) each
-) -> Tensor:              # (sum of n, largest T), or (sum of n,)
-    "Rows of all pieces under each other, filled up with zeros on the right."
-    width = max(piece.shape[-1] for piece in pieces)
-    flat = pieces[0].dim() == 1
-    return torch.cat([piece if flat else nn.functional.pad(piece, (0, width - piece.shape[1])) for piece in pieces])
 
 # %% ../nbs/13_trainer.ipynb #ace3a94b
 def exact_token_kl(
@@ -378,8 +368,8 @@ def accumulate_gradients(
     ranks: Ranks = ALONE,    # each takes some groups; afterwards all have the gradients and metrics of the whole batch
 ) -> tuple[dict[str, float], list[bool]]: # metrics of the whole batch; which rows of its table are broken
     "Forward and backward through every piece."
-    seen = []
-    for micro in micro_batches(share_of(experience, ranks), learning.config.micro_batch_size):
+    mine, seen = share_of(experience, ranks, learning.model.cfg.n_embd), []
+    for micro in micro_batches(mine, learning.config.micro_batch_size):
         columns = learning.piece(micro)
         if first:
             check_first_update(learning.model, micro, columns['logprobs'], learning.config)
@@ -520,7 +510,7 @@ class Learner:
         self.model, self.config, self.ref_model, self.ranks = model, config, ref_model, ranks
         self.critic = Critic(model.cfg.n_embd).to(model.wte.weight.device) if config.use_gae else None
         self.optimizer, self.kl = build_optimizer(model, config, self.critic), KLController(config.kl)
-        self.health, self.good = Health(), {}
+        self.health, self.good, self.proposed = Health(), {}, False
 
     def weights(self) -> dict[str, Any]:
         "What an update changes: references, not copies."
@@ -539,7 +529,11 @@ class Learner:
 
     def remember(self) -> None:
         "Take this state as the one that a recovery goes back to."
-        self.good = copy.deepcopy(self.weights())
+        self.good, self.proposed = copy.deepcopy(self.weights()), False
+
+    def propose(self) -> None:
+        "Remember this state as soon as an update has found it sound."
+        self.proposed = True
 
 # %% ../nbs/13_trainer.ipynb #b4c5e4a6
 class Updater(Learner):
@@ -567,6 +561,7 @@ class Updater(Learner):
         self.broken = None if finite else experience.table.assign(broken=broken)
         self.failure = self.health.judge(self.step, metrics, finite, config)
         if finite and not self.failure:
+            if self.proposed: self.remember()
             take_step(self.optimizer, rate)
         self.optimizer.zero_grad(set_to_none=True)
         if 'kl' in metrics and experience.number > self.controlled:
@@ -585,6 +580,7 @@ class Survivor(Updater):
         if health.recoveries >= most:
             return False
         self.load_weights(self.good)
+        self.proposed = False
         health.recovery(self.step)
         health.lr_scale, health.in_a_row = health.lr_scale/2, 0
         logger.warning('step %d: %s; recovery %d of %d: back to the last good state, learning rate x %g', self.step,
@@ -621,6 +617,7 @@ class Trainer(Survivor):
     "Turns experiences into updates of a policy; a generator of metrics, one row per optimiser step."
     stop_reason = ''  # why the run ended; empty while it may go on
     diverged = False  # whether it ended because it failed once too often
+    starved = False   # whether it ended because there were no more experiences; with others it may go on
 
     def run(
         self,
@@ -630,6 +627,8 @@ class Trainer(Survivor):
         source = iter(experiences)
         if not self.good:
             self.remember()
+        if self.starved:
+            self.stop_reason, self.starved = '', False
         if self.step >= self.config.steps:
             self.stop_reason = f'all {self.config.steps} steps are done'
         try:
@@ -637,7 +636,7 @@ class Trainer(Survivor):
                 start = time.perf_counter()
                 experience = next(source, None)
                 if experience is None:
-                    self.stop_reason = f'the experiences ended after step {self.step}'
+                    self.stop_reason, self.starved = f'the experiences ended after step {self.step}', True
                     return
                 row = self.update(experience)
                 if self.failure and not self.recover():

@@ -130,7 +130,8 @@ def load_tensors(
     if single.exists(): return load_shard(single)
     if not index.exists(): raise ModelFileError(f'{folder}: has neither {single.name} nor {index.name}')
     weight_map, tensors = read_json(index).get('weight_map'), {}
-    if not isinstance(weight_map, dict): raise ModelFileError(f'{index}: has no weight_map')
+    if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
+        raise ModelFileError(f'{index}: weight_map must name a file for each tensor')
     for name in sorted(set(weight_map.values())):
         if Path(name).name != name: raise ModelFileError(f'{index}: the shard {name!r} lies outside the folder')
         tensors |= load_shard(folder/name)
@@ -149,10 +150,9 @@ def check_tensor(
     tensor: Tensor,     # as read
     shape: torch.Size,  # as the model wants it
 ) -> None:
-    'Refuse a tensor of the wrong shape or kind, or one that holds NaN or infinity.'
+    'Refuse a tensor of the wrong shape or kind.'
     if tensor.shape != shape: fault = f'has shape {tuple(tensor.shape)}, must be {tuple(shape)}'
     elif not tensor.is_floating_point(): fault = f'holds {tensor.dtype}, must be floating point'
-    elif not tensor.isfinite().all(): fault = 'holds NaN or infinity'
     else: return
     raise ModelFileError(f'tensor {name} {fault}')
 
@@ -172,6 +172,7 @@ def fill_model(
         source = left.pop(name)
         check_tensor(name, source, p.T.shape if flip else p.shape)
         state[name] = (source.T if flip else source).to(device, dtype, copy=True, memory_format=torch.contiguous_format)
+        if not state[name].isfinite().all(): raise ModelFileError(f'tensor {name} holds NaN or infinity as {dtype}')
     head = left.pop('lm_head.weight', None)
     if head is not None and not torch.equal(head.to(device, dtype), state['wte.weight']):
         raise ModelFileError('tensor lm_head.weight differs from wte.weight, but the embeddings of this model are tied')
@@ -263,7 +264,12 @@ def model_folder(
     if is_hub: return download(name, revision)
     if revision is not None: raise ModelNameError(f'revision {revision!r} belongs to a hub id, and {name!r} is none')
     if name == 'nano': return Path(str(files('rookworld_nb')/'assets'/'nano'))
-    if name and Path(name).expanduser().is_dir(): return Path(name).expanduser()
+    folder = Path(os.path.expanduser(name))
+    if os.path.isdir(folder) and name:    # unlike Path's, this never raises
+        if (folder/'final_checkpoint').is_dir():
+            raise ModelNameError(f"{name!r} is a run folder: its model is {str(folder/'final_checkpoint')!r}")
+        if not (folder/'config.json').exists(): raise ModelFileError(f'no config.json in the folder {name!r}')
+        return folder
     raise ModelNameError(f"no model {name!r}: give 'nano', an existing folder, or a hub id 'owner/name'")
 
 # %% ../nbs/01_weights.ipynb #935dd815

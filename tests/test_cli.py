@@ -22,7 +22,7 @@ from rookworld_nb.cli import COMMANDS, REQUIRED, UsageError, as_text, evaluation
 from rookworld_nb.evaluate import compare, evaluate
 from rookworld_nb.grpo import BatchShapeError, MissingInputError
 from rookworld_nb.model import GPT, GPTConfig
-from rookworld_nb.positions import shipped
+from rookworld_nb.positions import read_lines, shipped
 from rookworld_nb.pretrain import board_tokenizer
 from rookworld_nb.rewards import RewardScorer
 from rookworld_nb.rules import Candidate, EngineNotFound, env_step, find_stockfish, legal_moves
@@ -112,7 +112,7 @@ def other_values(kind, default, about: str = '') -> list:
         return [(value,) for value in other_values(options[0], None) if (value,) != default]
     if options:
         return other_values(options[0], default, about)
-    values = {int: [2, 3, 8, 16, 1], float: [.25, .75, .5, 1.5, 20., -.5], str: ['cpu', *re.findall(r'\w+', about)], Path: [Path('x')]}
+    values = {int: [2, 3, 8, 16, 1, 40], float: [.25, .75, .5, 1.5, 20., -.5], str: ['cpu', *re.findall(r'\w+', about)], Path: [Path('x')]}
     return [value for value in values[kind] if value != default]
 
 
@@ -198,6 +198,7 @@ MISTAKES = [
     ('positions extra', '', ['extra']),
     ('positions --n', '', ['--n']),
     ('positions --n ten', '', ['--n', 'ten', 'whole number']),
+    ('generate --seed 99999999999999999999', 'P: x', ['--seed', '99999999999999999999', '2^63']),
     ('positions --n 0', '', ['0', 'at least 1']),
     ('positions --n 100000', '', ['100000', 'at most']),
     ('positions --seed=1.5', '', ['--seed', '1.5']),
@@ -217,6 +218,10 @@ MISTAKES = [
     ('generate --device cuda:99 P:x', '', ['--device', 'cuda:99', 'cpu']),
     ('generate --model no/such/folder P:x', '', ['no/such/folder']),
     ('generate --model here P:x', '', ['here']),
+    ('eval --model run', '', ['run folder', 'run/final_checkpoint']), ('eval --model empty', '', ['no config.json', 'empty']),
+    ('score utf16.txt', '', ['utf16.txt', 'plain text']), ('train --data onlyp.txt', '', ['A: prompts', 'give 0']),
+    ('train --output-dir bad.toml/run', '', ['--output-dir', 'bad.toml']), ('pretrain --n-head 7', '', ['--n-head 7', '160']),
+    ('pretrain --lr -1', '', ['--lr -1']), ('train --resume --output-dir torn', '', ['torn/config.json', 'not JSON']),
     ('score', '', ['no rows']),
     ('score no.jsonl', '', ['no.jsonl']),
     ('score', ROW + '\nnonsense', ['line 2', 'JSON']),
@@ -274,7 +279,7 @@ MISTAKES = [
     ('train --group-size 1', '', ['group_size', '1']),
     ('train --batch-positions 0', '', ['batch_positions', '0']),
     ('train --temperature nan', '', ['--temperature', 'nan']),
-    ('train --mix-env-ratio 1.5', '', ['mix_env_ratio', '1.5']),
+    ('train --mix-env-ratio 1.5', '', ['--mix-env-ratio', '1.5']),
     ('train --loss-type ppo', '', ['loss_type', 'ppo', 'dapo']),
     ('train --kl-estimator kl4', '', ['kl_estimator', 'kl4', 'kl3']),
     ('train --baseline-type best', '', ['best', 'group_mean']),
@@ -290,6 +295,8 @@ MISTAKES = [
     ('train --eval-policy 1000000', '', ['--eval-policy', '1000000']),
     ('pretrain --steps 0', '', ['steps', '0']),
     ('pretrain --lr fast', '', ['--lr', 'fast']),
+    ('pretrain --env-share -.5 --legal-share .6', '', ['--env-share -0.5', 'at least 0']),
+    ('pretrain --env-share .5 --legal-share .5', '', ['--legal-share 0.5', 'together below 1']),
 ]
 
 
@@ -297,6 +304,10 @@ MISTAKES = [
 def test_a_mistake_costs_one_line_and_creates_nothing(words, stdin, named, call, cwd, monkeypatch):
     (cwd/'bad.toml').write_text('n = = 3')
     (cwd/'key.toml').write_text('seeds = 3')
+    for name in ('run/final_checkpoint', 'empty', 'torn'): (cwd/name).mkdir(parents=True)
+    (cwd/'torn'/'config.json').write_text('{')
+    (cwd/'utf16.txt').write_text(ROW, encoding='utf-16')
+    (cwd/'onlyp.txt').write_text(shipped('train')[0].line)
     (cwd/'table.toml').write_text('[n]\nx = 3')
     (cwd/'value.toml').write_text('n = "many"')
     (cwd/'lines.txt').write_text('\n'.join(env_lines(2)))
@@ -475,6 +486,23 @@ def test_label_writes_lines_in_order(call, fens):
     assert call('label', *fens)[1] == lines != call('label', '--seed', '1', *fens)[1]
 
 
+def test_any_text_is_scored_and_means_the_same_from_a_file(call, cwd):
+    rows = [{'prompt': env_prompt(START, 'e2e4'), 'completion': text} for text in ('\ud800', 'two\u2028lines', 'grüße')]
+    text = '\n'.join(json.dumps(row, ensure_ascii=index == 0) for index, row in enumerate(rows))
+    (cwd/'rows.jsonl').write_text(text, encoding='utf-8')
+    code, lines, _ = call('score', 'rows.jsonl')
+    assert code == 0 and len(lines) == 3 and call('score', stdin=text)[1] == lines
+
+
+def test_a_byte_order_mark_is_no_part_of_the_text(call, cwd):
+    (cwd/'rows.jsonl').write_text(ROW, encoding='utf-8-sig')
+    (cwd/'settings.toml').write_text('n = 2', encoding='utf-8-sig')
+    assert call('score', 'rows.jsonl')[1] == call('score', stdin=ROW)[1]
+    assert len(call('positions', '--config', 'settings.toml')[1]) == 2
+    (cwd/'lines.txt').write_text(shipped('train')[0].line, encoding='utf-8-sig')
+    assert read_lines(cwd/'lines.txt') == ([shipped('train')[0]], [])
+
+
 @pytest.mark.parametrize('torn', [0, 1, 20, 100, 150])
 def test_label_resumes_after_a_torn_line(torn, call, fens, cwd):
     text = '\n'.join(fens)
@@ -489,11 +517,12 @@ def test_label_resumes_after_a_torn_line(torn, call, fens, cwd):
     assert (cwd/'half.txt').read_bytes() == whole
 
 
-def test_label_leaves_foreign_files_alone(call, fens, cwd):
-    (cwd/'notes.txt').write_text('shopping list\n')
+@pytest.mark.parametrize('text, line', [('shopping list\n', 1), ('shopping list', 1), ('P: a\nbook and its last line', 1), ('\n', 1)])
+def test_label_leaves_foreign_files_alone(text, line, call, fens, cwd):
+    (cwd/'notes.txt').write_text(text)
     code, _, errors = call('label', '--output', 'notes.txt', fens[0])
-    assert code == 2 and 'notes.txt' in errors and 'line 1' in errors
-    assert (cwd/'notes.txt').read_text() == 'shopping list\n'
+    assert code == 2 and 'notes.txt' in errors and f'line {line}' in errors
+    assert (cwd/'notes.txt').read_text() == text
 
 
 def test_label_skips_positions_without_a_choice(call, fens):

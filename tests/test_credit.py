@@ -185,7 +185,7 @@ def test_settings_that_act_on_whole_answers(setting):
     asked, flag = TrainConfig(**setting), next(iter(setting)).replace('_', '-')
     assert asked.for_size(1).credit == 'answer' and TrainConfig(reward_shaping='linear').for_size(1).credit == 'part'
     with pytest.raises(RunError, match=f'--{flag}.*--credit answer'): replace(asked, credit='part')
-    with pytest.raises(ValueError, match="credit='half'.*part.*answer"): TrainConfig(credit='half')
+    with pytest.raises(ValueError, match='--credit half.*part.*answer'): TrainConfig(credit='half')
 
 
 def test_a_run_from_before_goes_on_with_whole_answers(tmp_path):

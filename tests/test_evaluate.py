@@ -123,6 +123,7 @@ def test_classes(name):
 def test_a_promotion_that_mates_is_a_mate():
     fen = '7k/P7/6K1/8/8/8/8/8 w - - 0 1'
     assert move_class(fen, 'a7a8q', env_step(fen, 'a7a8q')) == 'mate'
+    assert move_class(FEN, 'zz99', env_step(FEN, 'f1b5')) == 'ordinary'    # a foreign file may say so
     assert outcome(.5, True, False) == 'draw' and outcome(-1., False, True) == 'illegal' and outcome(None, True, False) == 'unreadable'
 
 
@@ -186,6 +187,11 @@ def test_no_interval_of_few_answers_claims_certainty():
         row = summarise(metrics_table(samples, [text]*9)).loc['P', 0.].loc['parsed']
         low, high = wilson_interval(9*mean, 9)
         assert row['mean'] == mean and (row['low'], row['high']) == (low, high) and high - low > .29
+
+
+def test_an_error_in_pawns_is_no_share():
+    rows = summarise(metrics_table([Sample(RUY.prompt[:-1] + str(i), RUY.completion) for i in range(1, 10)], [RUY.completion]*9)).loc['P', 0.]
+    assert rows.loc['eval_error', ['mean', 'low', 'high']].tolist() == [0, 0, 0] and rows.loc['parsed', 'low'] < .8
 
 
 def test_recall_exposes_the_majority_answer():

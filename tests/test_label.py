@@ -38,6 +38,8 @@ def games(count, seed=0):
 
 class Engine:
     "Stands in for an engine: the first legal moves, each a pawn worse."
+    name = 'Engine'
+
     def __init__(self, path=None, nodes=1000): self.nodes = nodes
     def __enter__(self): return self
     def __exit__(self, *failure): pass
@@ -69,9 +71,9 @@ def test_inputs_of_every_kind_and_positions_that_come_twice(quick, tmp_path):
     (tmp_path/'a.txt').write_text('\n'.join(fens[:40]) + '\n\n  ' + fens[3].replace(' ', '  ') + '\n')
     (tmp_path/'more').mkdir()
     with gzip.open(tmp_path/'more'/'b.gz', 'wt') as file: file.write('\r\n'.join(fens[30:]))
-    (tmp_path/'more'/'c.txt').write_text('no position\nR5k1/5ppp/8/8/8/8/8/6K1 b - - 0 1\n')
+    (tmp_path/'more'/'c.txt').write_text('no position\nR5k1/5ppp/8/8/8/8/8/6K1 b - - 0 1\n4k3/8/8/8/8/8/8/4K2R w K -\n4k2r/8/8/8/8/8/8/4K2R w kK - 0 1\n')
     job = Labelling(str(tmp_path/'out.txt'), shards=7, nodes=1)
-    assert quick(job, [str(tmp_path/'a.txt'), str(tmp_path/'more')]) == {'lines': 60, 'single': 1, 'malformed': 1}
+    assert quick(job, [str(tmp_path/'a.txt'), str(tmp_path/'more')]) == {'lines': 60, 'single': 1, 'malformed': 3}
     lines = (tmp_path/'out.txt').read_text().splitlines()
     assert sorted(map(fen_of, lines)) == sorted(fens) and not job.folder.exists()
     assert [shard_of(fen, 7) for fen in map(fen_of, lines)] == sorted(shard_of(fen, 7) for fen in fens)
@@ -163,11 +165,18 @@ def test_what_is_wrong_is_said_and_nothing_is_made(words, names, tmp_path, monke
     monkeypatch.chdir(tmp_path)
     (tmp_path/'in.txt').write_text(chess.STARTING_FEN)
     (tmp_path/'old.txt').write_text('P: old')
-    if 'no/engine' not in words: monkeypatch.setattr(positions, 'Stockfish', Engine)
+    if '--stockfish-path' not in words: monkeypatch.setattr(positions, 'Stockfish', Engine)
     before = sorted(tmp_path.iterdir())
     assert cli.main(['label', *words.split()]) == 2
     said = capsys.readouterr().err
     assert len(said.strip().splitlines()) == 1 and all(name in said for name in names) and sorted(tmp_path.iterdir()) == before
+
+
+def test_a_program_that_is_no_engine_is_refused_before_anything_is_made(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path/'in.txt').write_text(chess.STARTING_FEN)
+    assert cli.main('label --input in.txt --output out.txt --stockfish-path /bin/true'.split()) == 2
+    assert "/bin/true failed twice on 'uci'" in capsys.readouterr().err and [*tmp_path.iterdir()] == [tmp_path/'in.txt']
 
 
 def test_a_job_goes_on_as_it_was_begun(quick, tmp_path):

@@ -262,6 +262,11 @@ def test_a_torn_last_line_costs_only_itself(tmp_path, cut):
     assert all(json.loads(line) for line in path.read_text().splitlines())
 
 
+def test_a_step_that_is_no_number_is_an_error(tmp_path):
+    (tmp_path/'metrics.jsonl').write_text('{"step": 1}\n{"step": null}\n{"step": 2}\n')
+    with pytest.raises(MetricError, match='line 2'): metric_rows(tmp_path/'metrics.jsonl')
+
+
 def test_a_line_torn_inside_a_character_is_left_out_too(tmp_path):
     path = tmp_path/'metrics.jsonl'
     path.write_bytes(b'{"step": 1}\n{"step": 2, "\xc3')

@@ -10,6 +10,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import pandas as pd
 import pytest
 import torch
 from hypothesis import given
@@ -17,13 +18,15 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from rookworld_nb import cli
+from rookworld_nb.buffer import Experience, RolloutPart, share_of
 from rookworld_nb.evaluate import evaluate
 from rookworld_nb.hardware import ALONE, RankError, Ranks, torchrun
 from rookworld_nb.model import GPT, GPTConfig
 from rookworld_nb.monitor import metric_rows
-from rookworld_nb.positions import shipped, write_lines
+from rookworld_nb.positions import Sample, shipped, write_lines
 from rookworld_nb.rewards import RewardConfig, RewardScorer
 from rookworld_nb.run import RunError, Setup, TrainConfig, read_checkpoint, torch_device
+from rookworld_nb.sampling import Rollouts
 from rookworld_nb.weights import load_pretrained, save_pretrained
 
 TESTS = Path(__file__).resolve().parent
@@ -85,6 +88,25 @@ def test_every_thing_has_one_owner(n, size):
     assert [i for part in parts for i in part] == [*range(n)] and max(map(len, parts)) - min(map(len, parts)) <= 1
 
 
+def groups_of(task, prompts, length):
+    "A task's groups of 2, as far as their sizes are concerned."
+    zeros, rows = torch.zeros(prompts, 4, dtype=torch.int64), torch.zeros(2*prompts, length)
+    rollouts = Rollouts(zeros, zeros.bool(), rows.long(), rows.bool(), rows, ['']*2*prompts, 2, .9)
+    table = pd.DataFrame({'row': range(2*prompts)})
+    return RolloutPart(task, tuple(Sample(f'{task}: {n}', '') for n in range(prompts)), rollouts, rows[:, 0], rows[:, 0], None, None, table, rows[:, 0].bool(), rows.bool())
+
+
+@given(st.integers(1, 30), st.integers(1, 30), st.integers(1, 80), st.integers(1, 80), st.integers(1, 9))
+def test_a_batch_is_shared_by_work_and_keeps_its_order(policies, environments, short, long, size):
+    parts = groups_of('P', policies, short), groups_of('A', environments, long)
+    whole, width = Experience(parts, 2, 80, 0, 1.), 16
+    found = [share_of(whole, Ranks(rank, size), width).parts for rank in range(size)]
+    assert [sample for mine in found for part in mine for sample in part.samples] == [sample for part in parts for sample in part.samples]
+    one = {part.task: (4 + 2*length)*(6*width + 4 + length) for part, length in zip(parts, (short, long))}
+    work = [sum(one[part.task]*len(part.samples) for part in mine) for mine in found]
+    assert max(work) <= sum(work)/size + max(one.values())
+
+
 # ---- threads in the place of processes
 
 class Threads(Ranks):
@@ -131,6 +153,28 @@ def test_evaluation_is_shared_and_the_same():
     plain = evaluate(model, tokenizer, samples, **options)
     for found in together(2, lambda ranks: evaluate(model, tokenizer, samples, **options, ranks=ranks)):
         assert found.equals(plain)
+
+
+# ---- the end
+
+LAST = '''
+from pathlib import Path
+import torch
+from rookworld_nb.hardware import torchrun
+with torchrun(60., 'cpu') as ranks:
+    torch.optim.AdamW(torch.nn.Linear(2, 2).parameters())    # imports half of PyTorch
+    ranks.gather([1])
+left = [path.read_text().strip() for path in Path('/proc/self/task').glob('*/comm')]
+assert not [name for name in left if 'gloo' in name], left
+'''
+
+
+@pytest.mark.skipif(not Path('/proc').exists(), reason='threads are counted in /proc')
+def test_no_thread_of_the_group_outlives_it(tmp_path):
+    "One that wakes while Python shuts down ends the process with SIGABRT, now and then."
+    (tmp_path/'last.py').write_text(LAST)
+    code, said = ended(launch(2, tmp_path/'last.py'), 120)
+    assert code == 0, said
 
 
 # ---- what cannot work is said, once

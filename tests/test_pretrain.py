@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rookworld_nb.positions import Sample, generate_positions, read_lines, shipped, write_lines
 from rookworld_nb.pretrain import (ENV_SHARES, PROMPT_TOKENS, PretrainConfig, PretrainError, Rows, batches, board_tokenizer,
                                    completion_loss, completion_mask, env_sample, find_kind, illegal_move, legal_list, make_env_data,
-                                   make_policy_data, move_kind, pack, ranked, square_slots, token_weights, train)
+                                   make_policy_data, make_stress, move_kind, pack, ranked, read_excluded, square_slots, token_weights, train)
 from rookworld_nb.model import GPT, GPTConfig
 from rookworld_nb.rules import env_step, legal_moves
 from rookworld_nb.tasks import parse_env, parse_policy
@@ -55,6 +55,16 @@ def test_find_kind_finds_that_kind(kind):
         assert truth.truncated
     else:
         assert move_kind(chess.Board(asked.fen), chess.Move.from_uci(asked.uci)) == kind
+
+
+def test_what_the_positions_do_not_hold_is_given_up_and_said(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr('rookworld_nb.pretrain.MOST_LOOKS', 40)
+    endgames = [sample for sample in shipped('train') if sample.task == 'P' and sample.fen.split()[2] == '-'][:16]
+    assert find_kind('castling', [sample.fen for sample in endgames], random.Random(0)) is None
+    files = [tmp_path/f'{number}.txt' for number in range(16)]
+    for file, sample in zip(files, endgames): write_lines([sample], file)
+    rare = make_stress(files, per_kind=2)
+    assert '0 of 2 castling' in caplog.text and len(rare) == len({sample.line for sample in rare}) > 6
 
 
 def test_ranked_rows_say_the_same_with_the_best_move_first():
@@ -157,6 +167,18 @@ def test_a_run_may_go_on_longer_and_with_another_mix(tmp_path):
     rest = list(small_run(tmp_path, steps=12, env_share=.99, legal_share=0.))
     assert [row['step'] for row in rest] == [*range(7, 13)]
     assert sum('A/loss' in row for row in rest) >= 3
+
+
+def test_what_is_excluded_is_read_line_by_line(tmp_path):
+    file = tmp_path/'fens.txt'
+    file.write_text('\nrnbqkbnr/pppppppp/8/8/8/8/PPPPPPPP/RNBQKBNR w KQkq - 0 1\n\n')
+    assert read_excluded(str(file)) == ['rnbqkbnr/pppppppp/8/8/8/8/PPPPPPPP/RNBQKBNR w KQkq -'] and read_excluded(None) == []
+    file.write_text('rnbqkbnr/pppppppp/8/8/8/8/PPPPPPPP/RNBQKBNR w KQkq - 0 1\ne4\n')
+    with pytest.raises(PretrainError, match='fens.txt, line 2'): read_excluded(str(file))
+
+
+def test_no_rows_are_no_batches():
+    with pytest.raises(PretrainError, match='no A: row is left'): next(batches(Rows('A', np.zeros(0, np.int16), np.zeros(1, np.int64)), 100, 0))
 
 
 def test_env_shards_are_reproducible_and_kept(tmp_path):

@@ -411,6 +411,7 @@ def test_no_folder_and_no_run_folder(tmp_path):
     ('completions/step-000005.csv', '', 'is not a table'), ('completions/step-000005.csv', 'prompt,task\na,b\n', 'no completion, reward, advantage'),
     ('completions/step-000005.csv', 'prompt,completion,task,reward,advantage\na,b,P,much,0\n', 'is not a table'),
     ('metrics.jsonl', '{"step": 1, "kl": "low"}\n', 'no number'),
+    ('summary.json', '{"stop_reason": "done", "steps": "7"}', "steps is '7', not a number"),
     ('summary.json', '{"comparison": [{"task": "P", "metric": "reward", "before": "low"}]}', 'no table of numbers')])
 def test_a_damaged_file_is_named_and_nothing_is_written(tmp_path, name, content, words):
     folder = write_run(tmp_path/'run')

@@ -78,7 +78,7 @@ def test_each_field_moves_a_reward(name):
 @pytest.mark.parametrize('name, value', [
     ('shaping', 'stepwise'), ('fen_scaling', 'cubic'), ('best_weight', -1.), ('penalty', -2.), ('penalty', .1),
     ('policy_format_weight', 0.), ('eval_tolerance', 0.), ('best_floor', 1.5), ('evals_weight', math.nan),
-    ('reward_warmup_steps', -1), ('normalize_floor', math.inf)])
+    ('reward_warmup_steps', -1), ('normalize_floor', math.inf), ('penalty', None), ('best_weight', 'much'), ('normalize', 'no')])
 def test_bad_settings_are_named(name, value):
     with pytest.raises(RewardConfigError, match=name):
         RewardConfig(**{name: value})

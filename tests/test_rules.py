@@ -318,6 +318,10 @@ def test_fen_key():
         == 'rnbqkbnr/pppppppp/8/8/8/8/PPPPPPPP/RNBQKBNR w KQkq -'
     )
     assert fen_key(START) != fen_key(START.replace(' w ', ' b '))
+    pushed = 'rnbqkbnr/pppppppp/8/8/4P3/8/PPPP1PPP/RNBQKBNR b KQkq '
+    assert fen_key(pushed + 'e3 0 1') == fen_key(pushed + '- 0 1') == pushed + '-'  # nobody can take
+    assert fen_key('4k3/8/8/8/8/8/8/4K3 w KQkq - 0 1') == '4k3/8/8/8/8/8/8/4K3 w - -'  # no rooks
+    assert fen_key('8/8/8/8/8/8/8/8 w KQ - 0 1') == '8/8/8/8/8/8/8/8 w KQ -'  # no position: as it is written
     with pytest.raises(InvalidFen, match='four fields'):
         fen_key('8/8 w -')
 

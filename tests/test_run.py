@@ -10,12 +10,14 @@ import subprocess
 import sys
 import time
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import pandas as pd
 import pytest
 import torch
 import transformers
 
+import rookworld_nb.trainer
 from rookworld_nb.monitor import read_metrics
 from rookworld_nb.positions import shipped, write_lines
 from rookworld_nb.rewards import EngineSilent
@@ -97,6 +99,20 @@ def test_stopping_early_keeps_a_loadable_checkpoint(tmp_path):
     assert load_pretrained(str(tmp_path/'stopped'/'final_checkpoint'))[0].cfg == run.model.cfg
 
 
+def test_two_runs_never_share_a_folder(tmp_path):
+    first, second = (Run(replace(TINY, output_dir=str(tmp_path/'run'))) for _ in range(2))    # both checked before either has begun
+    next(first.steps())
+    with pytest.raises(RunError, match='another run has begun'): next(second.steps())
+    assert len(rows_of(tmp_path/'run')) == 1
+
+
+def test_the_plan_counts_what_is_sampled(tmp_path):
+    run = Run(replace(TINY, steps=5, batch_positions=6, minibatch_positions=4, buffer_capacity=1, output_dir=str(tmp_path/'run')))
+    sampled = set()
+    for _ in run.steps(): sampled.add(run.experience.number)
+    assert len(sampled) == 2 and '4 on each of 2 batches of 6 prompts' in run.plan
+
+
 def test_a_folder_with_a_run_is_refused(finished):
     with pytest.raises(RunError, match='holds a run already'):
         Run(replace(SHORT, output_dir=str(finished[1])))
@@ -112,7 +128,11 @@ def test_heldout_positions_never_reach_training(tmp_path):
 @pytest.mark.parametrize('changes, message', [
     (dict(steps=0), '--steps 0'), (dict(replays=0), '--replays 0'), (dict(temperature=0.), 'temperature'),
     (dict(group_size=1), 'group_size'), (dict(lr_schedule='cosin'), 'cosin'), (dict(reward_shaping='nice'), 'nice'),
-    (dict(kl_estimator='k3'), 'k3'), (dict(lr=-1.), 'lr'), (dict(max_positions=0), '--max-positions 0')])
+    (dict(kl_estimator='k3'), 'k3'), (dict(lr=-1.), 'lr'), (dict(max_positions=0), '--max-positions 0'),
+    (dict(mix_env_ratio=1.5), '--mix-env-ratio 1.5'), (dict(mix_env_ratio=math.nan), '--mix-env-ratio nan'), (dict(clip_range=2.), '--clip-range 2.0'),
+    (dict(buffer_capacity=0), '--buffer-capacity 0'), (dict(max_new_tokens=0), '--max-new-tokens 0'), (dict(baseline_type='mean'), '--baseline-type mean.*group_mean'),
+    (dict(reward_shaping='nice'), '--reward-shaping nice.*ladder'), (dict(micro_batch_size=3), '--micro-batch-size 3'),
+    (dict(minibatch_positions=6), 'minibatch_positions=6')])
 def test_bad_settings_are_refused_at_once(changes, message):
     with pytest.raises(ValueError, match=message):
         replace(SHORT, **changes)
@@ -120,8 +140,8 @@ def test_bad_settings_are_refused_at_once(changes, message):
 
 @pytest.mark.parametrize('changes, message', [
     (dict(data='nowhere.txt'), 'nowhere.txt'), (dict(device='cuda:99'), 'cuda:99'), (dict(model='no-such-model'), 'no-such-model'),
-    (dict(eval_policy=10**6), '--eval-policy'), (dict(mix_env_ratio=1.5), 'mix_env_ratio'), (dict(batch_positions=0), 'batch_positions'),
-    (dict(stockfish_path='/no/engine'), '/no/engine')])
+    (dict(eval_policy=10**6), '--eval-policy'), (dict(batch_positions=0), 'batch_positions'),
+    (dict(stockfish_path='/no/engine'), '/no/engine'), (dict(stockfish_path='/bin/true'), "/bin/true failed twice on 'uci'")])
 def test_bad_inputs_are_refused_before_anything_is_written(tmp_path, changes, message):
     with pytest.raises(ValueError, match=message):
         Run(replace(SHORT, output_dir=str(tmp_path/'run'), **changes))
@@ -143,11 +163,14 @@ def test_a_live_engine_can_judge(tmp_path):
     assert next(run.steps())['reward'] != 0
     asked = run.scorer.patient.asked
     assert set(asked) <= {sample.fen for sample in run.samples} and all(question.done() for question in asked.values()) and asked
+    process = run.engine._process._popen
+    run.close()
+    assert process.poll() is not None
 
 
 def test_a_live_engine_that_is_dead_ends_the_run_even_in_small_batches(tmp_path):
     dead = tmp_path/'engine'
-    dead.write_text('#!/bin/sh\nexit 1\n')
+    dead.write_text('#!/bin/sh\nwhile read word rest; do case $word in uci) echo uciok;; isready) echo readyok;; position) exit 1;; esac; done\n')
     dead.chmod(0o755)
     run = Run(replace(SHORT, stockfish_path=str(dead), output_dir=str(tmp_path/'run'), mix_env_ratio=0., eval_policy=0, eval_env=0,
                       batch_positions=3, group_size=2, replays=1, steps=20, max_new_tokens=8))
@@ -262,6 +285,22 @@ def test_as_many_steps_as_the_default_can_be_asked_for(whole):
     assert resumed_config(output_dir=str(whole)).steps == 6 and resumed_config(output_dir=str(whole), steps=steps).steps == steps
 
 
+def test_a_run_goes_on_from_a_configuration_made_by_hand(tmp_path):
+    folder = tmp_path/'run'
+    list(Run(replace(TINY, steps=2, kl_coef=.05, output_dir=str(folder))).steps())
+    assert Run(TrainConfig(output_dir=str(folder), resume=True)).config == resumed_config(output_dir=str(folder))
+    assert Run(TrainConfig(output_dir=str(folder), resume=True, steps=3)).config.steps == 3
+    assert Run(resumed_config(output_dir=str(folder), steps=100)).config.steps == 100 == TrainConfig().steps    # asked for, though a default
+    with pytest.raises(RunError, match='--kl-coef 0.07'): Run(TrainConfig(output_dir=str(folder), resume=True, kl_coef=.07))
+
+
+def test_checkpoints_that_cannot_be_read_are_no_reason_to_start_again(whole, tmp_path):
+    folder = shutil.copytree(whole, tmp_path/'run')
+    for path in folder.glob('*/SHA256SUMS'): path.unlink()
+    with pytest.raises(CheckpointError, match='no checkpoint'): Run(resumed_config(output_dir=str(folder)))
+    assert len(rows_of(folder)) == 6 and list((folder/'completions').iterdir())
+
+
 def test_a_finished_run_resumes_to_nothing_more(whole, tmp_path):
     folder = shutil.copytree(whole, tmp_path/'run')
     assert list(Run(resumed_config(output_dir=str(folder))).steps()) == [] and contents(folder) == contents(whole)
@@ -371,6 +410,38 @@ def test_an_interrupted_step_is_not_gone_on_with(whole, tmp_path, monkeypatch):
     assert contents(folder) == contents(whole)
 
 
+@pytest.fixture
+def interruptible():
+    "Python's own answer to Ctrl-C, also where the tests run in the background and ignore it."
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures('interruptible')
+def test_ctrl_c_waits_for_the_step_and_loses_nothing(whole, tmp_path, monkeypatch):
+    folder, take_step = tmp_path/'run', rookworld_nb.trainer.take_step
+    monkeypatch.setattr('rookworld_nb.trainer.take_step', lambda *rest: (take_step(*rest), os.kill(os.getpid(), signal.SIGINT) if len(steps) == 2 else None))
+    steps = []
+    with pytest.raises(KeyboardInterrupt):
+        for row in Run(replace(TINY, output_dir=str(folder))).steps(): steps.append(row)
+    monkeypatch.undo()
+    assert len(steps) == 2 and len(rows_of(folder)) == 3 and newest_checkpoint(folder)[1]['trainer']['step'] == 3
+    list(Run(resumed_config(output_dir=str(folder))).steps())
+    assert contents(folder) == contents(whole) and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.usefixtures('interruptible')
+def test_a_run_that_breaks_off_after_a_resume_can_still_be_gone_on_with(whole, tmp_path, monkeypatch):
+    folder = shutil.copytree(whole, tmp_path/'run')
+    for path in checkpoints_of(folder): shutil.rmtree(path)
+    def twice(*rest):
+        for _ in range(2): os.kill(os.getpid(), signal.SIGINT)    # the second one acts at once
+    monkeypatch.setattr('rookworld_nb.trainer.take_step', twice)
+    with pytest.raises(KeyboardInterrupt): list(Run(resumed_config(output_dir=str(folder), steps=9)).steps())
+    assert newest_checkpoint(folder)[1]['trainer']['step'] == 6 and len(rows_of(folder)) == 6
+
+
 @pytest.mark.parametrize('asked, message', [
     (dict(lr=1e-3), f'--lr 0.001: the run in .* has {RATE}'), (dict(group_size=8), '--group-size 8: .* has 3'), (dict(seed=5), '--seed 5: .* has 0')])
 def test_another_run_is_not_a_continuation(whole, asked, message):
@@ -394,7 +465,8 @@ def test_without_a_folder_the_newest_run_is_taken(tmp_path, monkeypatch):
         Run(resumed_config())
     for name in ('one', 'two'):
         next(Run(replace(TINY, output_dir=f'runs/{name}')).steps())
-    os.utime('runs/one', (0, 0))
+    for path in Path('runs/one').glob('*.json*'): os.utime(path, (0, 0))
+    os.utime('runs/one')    # a report that is written there does not make it newer
     assert Run(resumed_config()).folder.name == 'two'
 
 

@@ -1,4 +1,5 @@
 """Sampling and scoring: padding, caching, stopping, frequencies, determinism, refusals."""
+import copy
 import dataclasses
 from unittest import mock
 
@@ -373,6 +374,7 @@ def test_hidden_states_come_in_row_order_whatever_the_lengths(lengths, seed):
     (dict(temperature=-0.1), 'temperature=-0.1'),
     (dict(temperature=float('nan')), 'temperature=nan'),
     (dict(temperature=float('inf')), 'temperature=inf'),
+    (dict(temperature=1e-40), 'temperature=1e-40'),
     (dict(prompts=['a', ' '.join(['b']*64)]), '64 tokens; the model has n_positions=64'),
 ])
 def test_bad_requests_are_refused_before_any_work(model, tokenizer, monkeypatch, change, names):
@@ -382,6 +384,12 @@ def test_bad_requests_are_refused_before_any_work(model, tokenizer, monkeypatch,
     with pytest.raises(SamplingError) as error: sample(model, tokenizer, **request)
     assert names in str(error.value)
     assert isinstance(error.value, ValueError)
+
+
+def test_a_model_that_computes_nan_is_said(model, tokenizer):
+    broken = copy.deepcopy(model)
+    broken.ln_f.weight.data[0] = float('nan')
+    with pytest.raises(SamplingError, match='NaN or infinity'): sample(broken, tokenizer, ['a b'], 2, 4, 1., seeded())
 
 
 def test_a_long_prompt_leaves_less_room(model, tokenizer):

@@ -63,19 +63,26 @@ def test_what_is_wrong_with_a_space_is_said(word, said):
 
 
 def test_the_grid_is_the_one_of_432_points():
-    points = Search().points
-    assert Search().size == len(points) == len({json.dumps(point, sort_keys=True) for point in points}) == 432
+    search = Search(space=('grid',))
+    points = search.points
+    assert search.size == len(points) == len({json.dumps(point, sort_keys=True) for point in points}) == 432
     count = {name: Counter(map(repr, (point[name] for point in points))) for name in points[0]}
     assert {name: len(values) for name, values in count.items()} == {
         'lr': 3, 'kl_coef': 3, 'clip_range': 2, 'temperature': 3, 'mix_env_ratio': 2, 'kl_estimator': 2, 'batch': 2}
     assert all(len(set(values.values())) == 1 for values in count.values())
-    config = Search().config(dict(lr=5e-5, kl_coef=.2, clip_range=.1, temperature=1., mix_env_ratio=0., kl_estimator='kl1', batch='2x4'))
+    config = search.config(dict(lr=5e-5, kl_coef=.2, clip_range=.1, temperature=1., mix_env_ratio=0., kl_estimator='kl1', batch='2x4'))
     assert (config.lr, config.batch_positions, config.group_size, config.kl_estimator) == (5e-5, 2, 4, 'kl1')
 
 
+def test_each_model_has_its_own_space():
+    assert Search().dimensions == Search(space=('nano',)).dimensions != Search({'model': 'somewhere'}).dimensions == read_space(['grid'])
+    assert Search().size == 216 and Search().dimensions['lr'] == (1e-4, 2e-4, 4e-4)
+    assert Search().config(Search().points[0]).batch_positions == 16
+
+
 def test_a_part_of_a_grid_is_a_random_part():
-    first, other = Search(trials=40), Search({'seed': 1}, trials=40)
-    assert first.size == 40 and first.points == Search().points != other.points
+    first, other = Search({}, ('grid',), 40), Search({'seed': 1}, ('grid',), 40)
+    assert first.size == 40 and first.points == Search(space=('grid',)).points != other.points
     assert {point['lr'] for point in first.points[:40]} == {1e-5, 2e-5, 5e-5} and len({point['batch'] for point in first.points[:40]}) == 2
 
 
@@ -232,16 +239,14 @@ def test_a_killed_study_goes_on_inside_the_trial(tmp_path, lines, blow):
     given = tiny(tmp_path, lines, steps=40)
     (tmp_path/'study.py').write_text(f'import sys\nfrom rookworld_nb import cli, scale\nscale.BEAT, scale.POLL = 1, .1\n'
                                      f'if __name__ == "__main__": sys.exit(cli.main({cli_words(given, "lr=1e-4|2e-4")}))')
-    process = subprocess.Popen([sys.executable, tmp_path/'study.py'], stderr=subprocess.PIPE, text=True, start_new_session=True)
+    process = subprocess.Popen([sys.executable, tmp_path/'study.py'], stderr=subprocess.PIPE, text=True, start_new_session=True,
+                               preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))    # a test run in the background ignores it
     metrics = [tmp_path/'study'/f'trial-000{i}'/'metrics.jsonl' for i in range(2)]
     while not metrics[0].exists() or len(metrics[0].read_text().splitlines()) < 3:
         assert process.poll() is None, process.stderr.read()
         time.sleep(.05)
-    for _ in range(20):
-        os.killpg(process.pid, blow)
-        try: process.communicate(timeout=3)
-        except subprocess.TimeoutExpired: continue    # an interrupt that falls into a destructor is lost: press again
-        break
+    os.killpg(process.pid, blow)
+    process.communicate(timeout=60)
     assert 3 <= len(metrics[0].read_text().splitlines()) < 40 and not metrics[1].exists()
     done = subprocess.run([sys.executable, tmp_path/'study.py'], capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
@@ -305,6 +310,16 @@ def test_a_hopeless_trial_ends_early(tmp_path, lines, monkeypatch):
         row = trial_table(study, search).iloc[0]
         assert len(metric_rows(search.folder/'trial-0000'/'metrics.jsonl')) == steps and (row['outcome'] == 'hopeless') == prune
         assert [*study.trials[0].intermediate_values] == [*range(1, steps + 1)]
+
+
+def test_the_untrained_model_is_examined_once_for_all_trials(tmp_path, lines, monkeypatch):
+    examined, evaluate = [], scale.evaluate
+    monkeypatch.setattr(scale, 'evaluate', lambda model, **options: (examined.append(model), evaluate(model, **options))[1])
+    search = Search(tiny(tmp_path, lines, steps=1), ('kl_coef=.1|.2',))
+    *_, table = run_search(search)
+    assert len(table) == 2 and len(examined) == 3 and table['gain'].notna().all()
+    *_, table = run_search(Search(tiny(tmp_path/'bf16', lines, steps=1), ('bf16=true|false',)))
+    assert len(table) == 2 and len(examined) == 7    # other arithmetic, another table
 
 
 def test_free_trials_differ_and_come_out_the_same_again(tmp_path, monkeypatch):

@@ -124,6 +124,7 @@ def test_public_layout_literally():
         (['e2e4', 'e2e4'], [0.1, 0.2], None, 'distinct'),
         (['e2e4', 'd2d4'], [0.1, math.nan], None, 'nan'),
         (['e2e4', 'd2d4'], [0.1, math.inf], None, 'inf'),
+        (['e2e4', 'd2d4'], [0.1, 1e17], None, r'1e\+17'),
         (['e2e4', 'd2d4'], [0.1, 0.2], 'g1f3', "'g1f3' is not one of"),
     ],
 )
@@ -171,6 +172,8 @@ def test_bad_fens_are_named(fen):
         (dict(history=['e2e4', 'x\n']), 'history'),
         (dict(reward=math.nan), 'nan'),
         (dict(reward=math.inf), 'inf'),
+        (dict(reward=1e20), r'1e\+20'),
+        (dict(reward=0.1 + 0.2), '0.30000000000000004'),
         (dict(terminated=2), 'terminated'),
         (dict(truncated='1'), 'truncated'),
         (dict(truncated=None), 'truncated'),

@@ -640,6 +640,24 @@ def test_a_recovery_goes_back_to_what_was_remembered_last(model):
     assert not same(model, good) and equal_states(trainer.good['model'], good)
 
 
+def test_a_proposed_state_counts_only_once_an_update_has_found_it_sound(model):
+    trainer = Trainer(model, config(steps=50, lr=3e-3))
+    run = trainer.run(replay(collector(model), 2))
+    for _ in range(2): next(run)
+    first = copy.deepcopy(trainer.good['model'])
+    trainer.propose()
+    trainer.config = replace(trainer.config, kl_divergence_threshold=1e-9)    # the proposed state has left
+    next(run)
+    assert trainer.health.recoveries == 1 and same(model, first)
+    trainer.config = replace(trainer.config, kl_divergence_threshold=None)
+    next(run)
+    assert equal_states(trainer.good['model'], first)    # the proposal is forgotten
+    trainer.propose()
+    proposed = weights(model)
+    next(run)
+    assert equal_states(trainer.good['model'], proposed) and not same(model, proposed)
+
+
 def equal_states(state, before):
     return all(torch.equal(state[name], value) for name, value in before.items())
 
@@ -805,6 +823,8 @@ def test_no_more_experiences_is_an_ending(model):
     trainer = Trainer(model, config(steps=5))
     assert len(list(trainer.run(itertools.islice(collector(model), 2)))) == 2
     assert trainer.stop_reason == 'the experiences ended after step 2' and not trainer.diverged
+    assert [row['step'] for row in trainer.run(itertools.islice(collector(model), 2))] == [3, 4]    # with others it goes on
+    assert [row['step'] for row in trainer.run(collector(model))] == [5] and trainer.stop_reason == 'all 5 steps are done'
 
 
 def test_items_are_counted_over_the_parts(model):

@@ -422,7 +422,9 @@ def test_faults_of_shards_are_named(theirs, tmp_path):
     index.write_text(json.dumps({'weight_map': weight_map | {'transformer.ln_f.bias': '../elsewhere.safetensors'}}))
     fails(r"'\.\./elsewhere\.safetensors' lies outside")
     index.write_text(json.dumps({'metadata': {}}))
-    fails('index.json: has no weight_map')
+    fails('index.json: weight_map must name a file for each tensor')
+    index.write_text(json.dumps({'weight_map': {'transformer.ln_f.bias': ['a', 'b']}}))
+    fails('index.json: weight_map must name a file for each tensor')
     index.write_text('{')
     fails('index.json: cannot be read as JSON')
     shard = folder/weight_map['transformer.ln_f.bias']
@@ -432,7 +434,7 @@ def test_faults_of_shards_are_named(theirs, tmp_path):
 
 def test_a_folder_without_weights_or_tokenizer_or_configuration_says_so(ours):
     for name, words in (('model.safetensors', 'has neither model.safetensors nor'), ('tokenizer.json', 'has neither tokenizer.json nor'),
-                        ('config.json', 'config.json: cannot be read')):
+                        ('config.json', 'no config.json in')):
         (ours[0]/name).rename(ours[0]/'aside')
         with pytest.raises(ModelFileError, match=words):
             load_pretrained(ours[0])
