@@ -9,7 +9,6 @@ __all__ = ['SHARED', 'STUDIES', 'DEFAULT', 'UNTRAINED', 'KEPT', 'AblationError',
 
 # %% ../nbs/21_ablations.ipynb #f019b59b
 import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, replace
@@ -194,7 +193,7 @@ def run_study(
     "Train every cell with every seed: all cells with the first seed, then all with the second."
     if seeds < 1 or workers < 1:
         raise AblationError(f'seeds {seeds} and workers {workers} must be at least 1')
-    todo, threads = planned_runs(folder, studies, seeds), max(1, (os.cpu_count() or 1)//workers)
+    todo, threads = planned_runs(folder, studies, seeds), max(1, torch.get_num_threads()//workers)
     yield read_results(folder)
     with ProcessPoolExecutor(workers, get_context('spawn'), max_tasks_per_child=1) as pool:
         jobs = {pool.submit(run_cell, run_place(folder, cell, seed), cell, config, threads):

@@ -30,10 +30,12 @@ N_ROWS = 2*sum(map(len, KEPT.values()))    # of a cell with a seed
 
 
 @pytest.fixture
-def tiny(monkeypatch):
-    "Three small cells in two studies."
-    monkeypatch.setattr(ablations, 'SHARED', TINY)
+def tiny(monkeypatch, lines):
+    "Three small cells in two studies; what they share."
+    shared = TINY | {'data': lines}
+    monkeypatch.setattr(ablations, 'SHARED', shared)
     monkeypatch.setattr(ablations, 'STUDIES', {'kl': {'no KL': {'kl_coef': 0.}}, 'losses': {'dapo': {'loss_type': 'dapo'}}})
+    return shared
 
 
 @pytest.mark.parametrize('cell', cells_of(()))
@@ -92,7 +94,7 @@ def test_every_run_is_examined_by_the_default_reward(tiny, monkeypatch, tmp_path
 
 def test_a_killed_study_goes_on(tiny, tmp_path):
     script = ("import sys; from rookworld_nb import ablations, cli\n"
-              f"ablations.SHARED, ablations.STUDIES = {TINY | {'steps': 30}}, {{}}\n"
+              f"ablations.SHARED, ablations.STUDIES = {tiny | {'steps': 30}}, {{}}\n"
               "if __name__ == '__main__': sys.exit(cli.main(['ablate', '--seeds', '1', '--output-dir', sys.argv[1]]))")
     (tmp_path/'study.py').write_text(script)
     command = [sys.executable, tmp_path/'study.py', tmp_path/'study']
@@ -113,7 +115,7 @@ def test_a_killed_study_goes_on(tiny, tmp_path):
 
 def test_results_of_other_settings_are_refused(tiny, monkeypatch, tmp_path):
     list(run_study(tmp_path, ['kl'], seeds=1))
-    monkeypatch.setattr(ablations, 'SHARED', TINY | {'lr': 1e-3})
+    monkeypatch.setattr(ablations, 'SHARED', tiny | {'lr': 1e-3})
     for gone in ('results.csv', 'default'):
         with pytest.raises(AblationError, match='other settings'): list(run_study(tmp_path, ['kl'], seeds=1))
         path = tmp_path/gone

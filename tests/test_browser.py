@@ -127,6 +127,7 @@ def page():
             executable_path=CHROMIUM, args=['--no-sandbox', '--disable-gpu', '--disable-dev-shm-usage'])
         page = browser.new_page(viewport=dict(width=1280, height=1150))
         page.set_default_timeout(120_000)
+        sync_api.expect.set_options(timeout=120_000)
         page.errors = []
         page.on('pageerror', lambda error: page.errors.append(str(error)))
         yield page
@@ -167,7 +168,7 @@ def test_live_run_is_stopped_by_a_click(page, lab, tmp_path):
     page.wait_for_function('old => document.querySelector(".rw-curves").src !== old', arg=first)  # it is redrawn
     wait_for_status(page, r'^Step ([3-9]\d|\d{3,}) of')
     assert page.locator('.rw-light').inner_text().split()[0] in ('green', 'yellow', 'red')
-    assert page.locator('.rw-samples tbody tr').count() == 2
+    sync_api.expect(page.locator('.rw-samples tbody tr')).to_have_count(2)
     assert '<img src=x' in page.locator('.rw-completion').last.inner_text()  # text, not an image
     assert page.evaluate('window.hacked') is None
     page.screenshot(path=tmp_path/'running.png')
@@ -178,7 +179,7 @@ def test_live_run_is_stopped_by_a_click(page, lab, tmp_path):
     page.wait_for_function('said => new RegExp(said).test(document.body.innerText)', arg=said)
     clicked, ended = map(int, re.search(said, page.inner_text('body')).groups())
     assert 0 <= ended - clicked <= 2
-    assert page.locator('.rw-stop').is_disabled()
+    sync_api.expect(page.locator('.rw-stop')).to_be_disabled()
     page.wait_for_function("() => document.querySelectorAll('.jp-OutputArea-output img[src^=\"data:image/png\"]').length > 0")
     page.screenshot(path=tmp_path/'stopped.png')
     assert page.errors == []
@@ -214,7 +215,8 @@ def test_a_run_is_steered_left_alone_and_followed_by_a_game(page, lab, tmp_path)
     page.wait_for_selector('.rw-e4.rw-target')
     page.locator('.rw-e4').click()
     assert 'best move' in wait_for_text(page, '.rw-play-words', r'^[a-h][1-8]\w+, ')
-    assert page.locator('.rw-e4').inner_text().startswith('\u265f') and page.locator('.rw-e2').inner_text().strip() == ''
-    assert page.locator('.rw-play-thought svg').count() >= 2
+    sync_api.expect(page.locator('.rw-e4')).to_have_text(re.compile('^\u265f'))
+    sync_api.expect(page.locator('.rw-e2')).to_have_text(re.compile(r'^\s*$'))
+    page.locator('.rw-play-thought svg').nth(1).wait_for()  # what it thought, and where it saw the move lead
     page.screenshot(path=tmp_path/'played.png')
     assert page.errors == []

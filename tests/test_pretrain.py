@@ -6,7 +6,7 @@ import chess
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from rookworld_nb.positions import Sample, generate_positions, read_lines, shipped, write_lines
@@ -34,8 +34,9 @@ def test_every_shipped_line_round_trips_with_constant_prompts():
 
 @settings(max_examples=300, deadline=None)
 @given(st.text(st.characters(max_codepoint=127, exclude_characters='\0'), max_size=120))
+@example('B: e2e4<|endoftext|>\nP: ')
 def test_any_ascii_text_round_trips(text):
-    assert TOKENIZER.decode(TOKENIZER.encode(text).ids) == text
+    assert TOKENIZER.decode(TOKENIZER.encode(text).ids, skip_special_tokens=False) == text
 
 
 @pytest.mark.parametrize('fen', FENS[::6])

@@ -17,7 +17,7 @@ import pytest
 from rookworld_nb import cli, report, scale
 from rookworld_nb.evaluate import evaluate, wilson_interval
 from rookworld_nb.monitor import metric_rows
-from rookworld_nb.positions import shipped, write_lines
+from rookworld_nb.positions import shipped
 from rookworld_nb.rewards import RewardScorer
 from rookworld_nb.run import TrainConfig
 from rookworld_nb.scale import (Choices, Search, SearchError, Span, TakenTwice, Verdict, best_of, by_ticket, claim, deal, hopeless,
@@ -26,14 +26,6 @@ from rookworld_nb.scale import (Choices, Search, SearchError, Span, TakenTwice, 
 from rookworld_nb.weights import load_pretrained
 
 pytest.importorskip('optuna')
-
-
-@pytest.fixture(scope='session')
-def lines(tmp_path_factory) -> str:
-    "A small file of prompts: the shipped ones take seconds to read."
-    path = tmp_path_factory.mktemp('lines')/'lines.txt'
-    write_lines([sample for sample in shipped('heldout') if sample.task == 'P'][-24:], path)
-    return str(path)
 
 
 def tiny(tmp_path, lines, **more):
