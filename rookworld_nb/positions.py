@@ -8,7 +8,7 @@ __all__ = ['logger', 'SHIPPED', 'OPENINGS', 'CENTRE', 'HOME_RANK', 'PIECE_MIX', 
            'split_by_position', 'Position', 'opening_positions', 'development_weight', 'random_play', 'random_endgame',
            'generate_positions', 'LabelError', 'policy_line', 'shard_of', 'Labelling', 'locked', 'cut_inputs',
            'labelled_in', 'label_shard', 'label_worker', 'merge_shards', 'label_files', 'by_task', 'prompt_pools',
-           'Rounds', 'PromptMix']
+           'Rounds', 'Blend', 'is_rare', 'env_stream', 'PromptMix']
 
 # %% ../nbs/04_positions.ipynb #8bbc9c47
 import gzip
@@ -554,13 +554,14 @@ def prompt_pools(
     samples: Iterable[Sample],  # P: and A: samples in any order
     batch_positions: int,       # prompts in a batch, >= 1
     mix_env_ratio: float,       # share of A: prompts, 0 to 1
+    rare_env_ratio: float|None, # share of rare outcomes among them, 0 to 1
 ) -> dict[str, list[Sample]]:  # 'P' and 'A' -> the samples of that task
     "Sort samples by task, or raise a DataError where the mix cannot be dealt from them."
     pools = by_task(samples)
     if batch_positions < 1:
         raise DataError(f'batch_positions={batch_positions}: a batch needs at least 1 prompt')
-    if not 0 <= mix_env_ratio <= 1:
-        raise DataError(f'mix_env_ratio={mix_env_ratio} is not a share between 0 and 1')
+    for name, share in (('mix_env_ratio', mix_env_ratio), ('rare_env_ratio', rare_env_ratio or 0)):
+        if not 0 <= share <= 1: raise DataError(f'{name}={share} is not a share between 0 and 1')
     for task, share in (('P', 1-mix_env_ratio), ('A', mix_env_ratio)):
         if share and not pools[task]:
             raise DataError(f'mix_env_ratio={mix_env_ratio} asks for {task}: prompts and the data hold none; '
@@ -585,6 +586,40 @@ class Rounds:
         return self._shuffled[1][index]
 
 # %% ../nbs/04_positions.ipynb #8fe295fb
+class Blend:
+    "Two endless streams as one, with an exact share of the second."
+    def __init__(
+        self,
+        first: 'Rounds|Blend',  # dealt where it is not the second's turn
+        second: 'Rounds|Blend', # dealt for its share
+        share: float,           # of the second, 0 to 1
+    ):
+        self.first, self.second, self.share = first, second, share
+
+    def __getitem__(self, number: int) -> Sample:
+        before, after = (math.floor(n*self.share + 1e-9) for n in (number, number+1))
+        return self.second[before] if after > before else self.first[number-before]
+
+# %% ../nbs/04_positions.ipynb #d3a75663
+def is_rare(
+    sample: Sample,  # of task A
+) -> bool:           # a mate, a draw or an illegal move, by its stored answer
+    "Whether a flag is set at the end of an A: answer."
+    return '1' in sample.completion.split('+')[-2:]
+
+
+def env_stream(
+    pool: list[Sample],          # A: samples
+    rare_env_ratio: float|None,  # share of rare outcomes, 0 to 1; None: as they come
+    seed: int,                   # order of the samples
+) -> Rounds|Blend:               # endless
+    "Deal A: samples; a pool without rare moves, or of nothing else, is dealt as it is."
+    kinds: dict[bool, list[Sample]] = {False: [], True: []}
+    for sample in pool: kinds[is_rare(sample)].append(sample)
+    if rare_env_ratio is None or not all(kinds.values()): return Rounds(pool, f'{seed} A')
+    return Blend(Rounds(kinds[False], f'{seed} A'), Rounds(kinds[True], f'{seed} rare A'), rare_env_ratio)
+
+# %% ../nbs/04_positions.ipynb #80eba654
 class PromptMix:
     "Endless batches with an exact share of A: prompts; batch k is a pure function of the samples, the seed and k."
     def __init__(
@@ -593,20 +628,20 @@ class PromptMix:
         batch_positions: int = 8,      # prompts in a batch, >= 1
         mix_env_ratio: float = .2,     # share of A: prompts, 0 to 1; kept exactly over any run of batches
         seed: int = 0,                 # order of the prompts
+        rare_env_ratio: float|None = None, # share of rare outcomes among the A: prompts; None: as they come
     ):
-        pools = prompt_pools(samples, batch_positions, mix_env_ratio)
-        self.streams = {task: Rounds(pool, f'{seed} {task}') for task, pool in pools.items()}
-        self.batch_positions, self.mix_env_ratio, self.drawn = batch_positions, mix_env_ratio, 0
+        pools = prompt_pools(samples, batch_positions, mix_env_ratio, rare_env_ratio)
+        env = env_stream(pools['A'], rare_env_ratio, seed)
+        self.stream = Blend(Rounds(pools['P'], f'{seed} P'), env, mix_env_ratio)
+        self.batch_positions, self.drawn = batch_positions, 0
 
     def batch(
         self,
         k: int,  # number of the batch, >= 0
     ) -> list[Sample]:  # batch_positions samples, P: first
         "Batch number k of the stream."
-        start, stop = k*self.batch_positions, (k+1)*self.batch_positions
-        env_start, env_stop = (math.floor(n*self.mix_env_ratio + 1e-9) for n in (start, stop))
-        return ([self.streams['P'][number] for number in range(start-env_start, stop-env_stop)]
-                + [self.streams['A'][number] for number in range(env_start, env_stop)])
+        samples = [self.stream[number] for number in range(k*self.batch_positions, (k+1)*self.batch_positions)]
+        return sorted(samples, key=lambda sample: sample.task == 'A')
 
     def __iter__(self): return self
 

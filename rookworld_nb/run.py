@@ -80,6 +80,7 @@ class PromptOptions:
     seed: int = 0                     # of prompts and sampling
     device: str = 'auto'              # cpu, cuda, cuda:1; auto takes the GPU where there is one
     mix_env_ratio: float = 0.2        # share of A: prompts
+    rare_env_ratio: float | None = 0.33 # share of rare outcomes among them; none: as they come
     max_positions: int | None = None  # use only that many prompts of each task; none: all
     stockfish_path: str | None = None  # judge P: answers with this engine instead of the stored targets
     eval_policy: int = 1000           # held-out P: positions evaluated before and after; 0 for none
@@ -163,7 +164,8 @@ def check_flags(
     wrong |= {name: f'valid: {", ".join(filter(None, valid))}' for name, valid in CHOICES.items()
               if values[name] not in valid}
     if not 0 < config.clip_range < 1: wrong['clip_range'] = 'must be between 0 and 1'
-    if not 0 <= config.mix_env_ratio <= 1: wrong['mix_env_ratio'] = 'must be 0 to 1'
+    for name in ('mix_env_ratio', 'rare_env_ratio'):
+        if not 0 <= (values[name] or 0) <= 1: wrong[name] = 'must be 0 to 1'
     if size and size % config.group_size and config.group_size % size:
         wrong['micro_batch_size'] = f'must divide --group-size {config.group_size} or be a multiple of it'
     for name, why in wrong.items():
@@ -527,7 +529,7 @@ def resumed_config(
 ) -> TrainConfig:  # the run's own, with what may be changed
     "The configuration to go on with."
     folder = run_folder(TrainConfig(output_dir=asked.get('output_dir'), resume=True))
-    stored = {'credit': 'answer'}    # of runs from before there was a choice
+    stored = {'credit': 'answer', 'rare_env_ratio': None}    # of runs from before there was a choice
     try:
         stored |= json.loads((folder/'config.json').read_text(encoding='utf-8'))
     except ValueError as error:
@@ -573,7 +575,8 @@ class Assembly:
     ) -> None:
         "Make the parts; the models and the samples are there."
         self.config = config
-        self.prompts = PromptMix(self.samples, config.batch_positions, config.mix_env_ratio, config.seed)
+        self.prompts = PromptMix(self.samples, config.batch_positions, config.mix_env_ratio, config.seed,
+                                 config.rare_env_ratio)
         self.scorer = RewardScorer(config.rewards, self.engine, self.ranks.spread)
         self.trainer = Trainer(self.model, config.trainer, self.reference, self.ranks)
         price = (lambda: self.trainer.kl.coefficient(self.trainer.step + 1)) if config.kl_in_reward else None

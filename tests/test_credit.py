@@ -188,16 +188,16 @@ def test_settings_that_act_on_whole_answers(setting):
     with pytest.raises(ValueError, match='--credit half.*part.*answer'): TrainConfig(credit='half')
 
 
-def test_a_run_from_before_goes_on_with_whole_answers(tmp_path):
+def test_a_run_from_before_goes_on_with_whole_answers_and_the_moves_as_they_come(tmp_path):
     config = TrainConfig(steps=1, batch_positions=2, group_size=2, eval_policy=0, eval_env=0, max_new_tokens=30, credit='answer', save_every=1,
                          output_dir=str(tmp_path/'run'))
     for _ in Run(config).steps(): pass
     path = tmp_path/'run'/'config.json'
     stored = json.loads(path.read_text())
-    assert stored.pop('credit') == 'answer'
+    assert stored.pop('credit') == 'answer' and stored.pop('rare_env_ratio') == TrainConfig.rare_env_ratio
     path.write_text(json.dumps(stored))
     resumed = resumed_config(output_dir=str(tmp_path/'run'), steps=2)
-    assert resumed.credit == 'answer' and len(list(Run(resumed).steps())) == 1
+    assert resumed.credit == 'answer' and resumed.rare_env_ratio is None and len(list(Run(resumed).steps())) == 1
     with pytest.raises(RunError, match='--credit part'): resumed_config(output_dir=str(tmp_path/'run'), credit='part')
 
 

@@ -13,12 +13,13 @@ from safetensors.torch import load_file
 
 from rookworld_nb import cli, model
 from rookworld_nb.monitor import metric_rows, read_completions
-from rookworld_nb.positions import shipped, write_lines
+from rookworld_nb.positions import by_task, is_rare, shipped, write_lines
 from rookworld_nb.run import TrainConfig
 
 SHORT = {'--steps': 3, '--batch-positions': 2, '--group-size': 4, '--max-new-tokens': 32, '--eval-policy': 0, '--eval-env': 0, '--seed': 3,
          '--mix-env-ratio': .5, '--warmup-steps': 0, '--device': 'cpu', '--lr': 1e-3, '--replays': 2,
          '--loss-type': 'dapo'}
+RARE = {sample.prompt: is_rare(sample) for sample in by_task(shipped('train'))['A']}
 
 
 def train(folder, flags, capsys):
@@ -49,12 +50,14 @@ def same_texts(plain, run): return plain.tables[0]['completion'].equals(run.tabl
 def same_texts_other(what): return lambda plain, run: same_texts(plain, run) and not plain.tables[0][what].equals(run.tables[0][what])
 def stops_early(words): return lambda plain, run: len(run.rows) < 3 and words in run.said
 def weights(run): return load_file(run.folder/'final_checkpoint'/'model.safetensors')
+def rare_prompts(run): return {RARE[prompt] for table in run.tables for prompt in table['prompt'] if prompt.startswith('A:')}
 def moved(plain, run): return sum((weights(run)[name] - weights(plain)[name]).abs().sum() for name in weights(plain))
 
 
 CASES = {
     'seed': ({'--seed': 4}, lambda plain, run: not same_texts(plain, run)),
     'mix_env_ratio': ({'--mix-env-ratio': 0}, lambda plain, run: set(column(run, 'task_P/fraction')) == {1} != set(column(plain, 'task_P/fraction'))),
+    'rare_env_ratio': ({'--rare-env-ratio': 1}, lambda plain, run: rare_prompts(run) == {True} and rare_prompts(plain) == {False}),
     'max_positions': ({'--max-positions': 1}, lambda plain, run: len({p for t in run.tables for p in t['prompt']}) == 2),
     'eval_policy': ({'--eval-policy': 3, '--eval-samples': 1}, lambda plain, run: 'best_move_accuracy' in run.said and summary(run, 'P', 'n') == {3}),
     'eval_env': ({'--eval-env': 2, '--eval-samples': 1}, lambda plain, run: 'state_exact' in run.said and summary(run, 'A', 'n') == {2}),

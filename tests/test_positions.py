@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rookworld_nb.positions import (OPENINGS, SHIPPED, DataError, PromptMix, Sample, generate_positions, opening_positions, read_lines,
+from rookworld_nb.positions import (OPENINGS, SHIPPED, DataError, PromptMix, Sample, generate_positions, is_rare, opening_positions, read_lines,
                                     seen_positions, shipped, split_by_position, write_lines)
 from rookworld_nb.rules import env_step, fen_key, legal_moves
 from rookworld_nb.tasks import parse_env, parse_policy
@@ -132,13 +132,38 @@ def test_the_share_of_env_prompts_is_exact(size, ratio, n):
     assert abs(sum(s.task == 'A' for batch in batches for s in batch) - n*size*ratio) < 1
 
 
+def env_pool(usual, rare):
+    "Samples of task A: ordinary moves, then mates, draws and illegal moves in turn."
+    ends = ['0.001+0+0']*usual + [['1+1+0', '0.5+1+0', '-1+0+1'][i % 3] for i in range(rare)]
+    return [Sample(f'A: {chess.STARTING_FEN[:-1]}{i}+e2e4+e2e4+', f'{chess.STARTING_FEN}+{end}') for i, end in enumerate(ends, 1)]
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(1, 9), st.integers(1, 9), st.floats(0, 1), st.floats(0, 1), st.integers(1, 12), st.integers(1, 20))
+def test_the_share_of_rare_moves_is_exact_and_each_comes_once_a_round(usual, rare, env_ratio, rare_ratio, size, n):
+    mix = PromptMix(pool(5, 0) + env_pool(usual, rare), size, env_ratio, 3, rare_ratio)
+    drawn = [sample for k in range(n) for sample in mix.batch(k) if sample.task == 'A']
+    for kind, count, share in ((True, rare, rare_ratio), (False, usual, 1-rare_ratio)):
+        mine = [sample.prompt for sample in drawn if is_rare(sample) == kind]
+        assert abs(len(mine) - len(drawn)*share) < 1
+        assert all(len(set(mine[start:start+count])) == len(mine[start:start+count]) for start in range(0, len(mine), count))
+    plain = PromptMix(pool(5, 0) + env_pool(usual, rare), size, env_ratio, 3)
+    assert [[s for s in mix.batch(k) if s.task == 'P'] for k in range(n)] == [[s for s in plain.batch(k) if s.task == 'P'] for k in range(n)]
+
+
+@pytest.mark.parametrize('usual, rare', [(4, 0), (0, 4)])
+def test_samples_of_one_kind_are_dealt_as_they_are(usual, rare):
+    streams = [PromptMix(env_pool(usual, rare), 3, 1., 0, share) for share in (None, 0., .4, 1.)]
+    assert all(stream.batch(k) == streams[0].batch(k) for stream in streams for k in range(5))
+
+
 def test_every_prompt_comes_once_a_round_and_rounds_differ():
     mix = PromptMix(pool(12, 0), 4, 0.)
     rounds = [[s for _ in range(3) for s in next(mix)] for _ in range(2)]
     assert sorted(map(str, rounds[0])) == sorted(map(str, rounds[1])) and rounds[0] != rounds[1]
 
 
-@pytest.mark.parametrize('arguments', [dict(batch_positions=0), dict(mix_env_ratio=1.5), dict(mix_env_ratio=-.1)])
+@pytest.mark.parametrize('arguments', [dict(batch_positions=0), dict(mix_env_ratio=1.5), dict(mix_env_ratio=-.1), dict(rare_env_ratio=2.), dict(rare_env_ratio=-.1)])
 def test_a_bad_mix_is_refused(arguments):
     with pytest.raises(DataError, match=next(iter(arguments))):
         PromptMix(pool(3, 3), **arguments)

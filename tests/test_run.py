@@ -129,7 +129,8 @@ def test_heldout_positions_never_reach_training(tmp_path):
     (dict(steps=0), '--steps 0'), (dict(replays=0), '--replays 0'), (dict(temperature=0.), 'temperature'),
     (dict(group_size=1), 'group_size'), (dict(lr_schedule='cosin'), 'cosin'), (dict(reward_shaping='nice'), 'nice'),
     (dict(kl_estimator='k3'), 'k3'), (dict(lr=-1.), 'lr'), (dict(max_positions=0), '--max-positions 0'),
-    (dict(mix_env_ratio=1.5), '--mix-env-ratio 1.5'), (dict(mix_env_ratio=math.nan), '--mix-env-ratio nan'), (dict(clip_range=2.), '--clip-range 2.0'),
+    (dict(mix_env_ratio=1.5), '--mix-env-ratio 1.5'), (dict(mix_env_ratio=math.nan), '--mix-env-ratio nan'), (dict(rare_env_ratio=-.1), '--rare-env-ratio -0.1'),
+    (dict(rare_env_ratio=math.nan), '--rare-env-ratio nan'), (dict(clip_range=2.), '--clip-range 2.0'),
     (dict(buffer_capacity=0), '--buffer-capacity 0'), (dict(max_new_tokens=0), '--max-new-tokens 0'), (dict(baseline_type='mean'), '--baseline-type mean.*group_mean'),
     (dict(reward_shaping='nice'), '--reward-shaping nice.*ladder'), (dict(micro_batch_size=3), '--micro-batch-size 3'),
     (dict(minibatch_positions=6), 'minibatch_positions=6')])
