@@ -61,7 +61,7 @@ def main():
     stress = shipped('stress')
     before, tables = {}, []
     for run in options.runs:
-        config = TrainConfig(**json.loads((run/'config.json').read_text(encoding='utf-8')))
+        config = TrainConfig(**{'rare_env_ratio': None} | json.loads((run/'config.json').read_text(encoding='utf-8')))    # older runs had none
         scorer = RewardScorer(config.rewards).for_evaluation()
         start = config.model, config.rewards
         examine = lambda name: evaluate(*load_pretrained(name), samples + stress, scorer=scorer)
@@ -69,7 +69,7 @@ def main():
         both = before[start], examine(run/'final_checkpoint')
         natural = [table[table['prompt'] < len(samples)] for table in both]
         table = pd.concat([compare(*natural).reset_index().drop(columns='temperature'), rare_moves(*both)])
-        settings = {'run': run.name, 'credit': config.credit, 'steps': config.steps, 'lr': config.lr, 'seed': config.seed}
+        settings = {'run': run.name, 'rare_env_ratio': config.rare_env_ratio, **{name: getattr(config, name) for name in ('credit', 'steps', 'lr', 'seed')}}
         tables.append(table.assign(**settings)[[*settings, *table.columns]])
         print(run.name, ', '.join(f'{row.task}: {row.metric} {row.difference:+.4f} (z {row.z:+.1f})' for row in table.itertuples()
                                   if row.task == 'A rare' or row.metric in ('reward', 'distinct_legal', 'top5_overlap', 'best_legal', 'best_move_accuracy', 'state_exact')),

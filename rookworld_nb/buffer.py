@@ -285,7 +285,13 @@ class CollectorConfig:
             if getattr(self, name) < least:
                 raise SettingError(f'{name}={getattr(self, name)} must be at least {least}')
         if not COLDEST <= self.temperature < float('inf'):
-            raise SettingError(f'temperature={self.temperature} must be {COLDEST} or more: a greedy group is alike')
+            raise SettingError(f'temperature={self.temperature} must be finite and at least {COLDEST}: at 0 all '
+                               'completions of a group are alike')
+
+    @property
+    def longest(self) -> int:
+        "Tokens that a completion of either task may have: the same for every batch, whatever its tasks."
+        return max(self.max_new_tokens_policy, self.max_new_tokens_env)
 
 # %% ../nbs/12_buffer.ipynb #8403fb17
 def without_end(
@@ -471,7 +477,7 @@ class Collector:
         advantages = advantages_of(shares, rollouts, scores, compare, self.credit)
         parts = assemble(shares, rollouts, scores, advantages, references, self.end_id, c.mask_truncated)
         self.num_tokens, self.collected = self.num_tokens + sum(part.num_tokens for part in parts), self.collected + 1
-        return Experience(parts, c.group_size, max(limits), self.num_tokens, seconds, self.collected, paid)
+        return Experience(parts, c.group_size, c.longest, self.num_tokens, seconds, self.collected, paid)
 
 # %% ../nbs/12_buffer.ipynb #2cc444e1
 @dataclass(frozen=True)

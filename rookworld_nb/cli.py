@@ -252,6 +252,9 @@ def input_lines(
     if not words and sys.stdin.isatty():
         raise UsageError(f'no {what}: give them as arguments, or as lines on standard input')
     lines = [line.strip('\r\n').removeprefix('\ufeff') for line in (words or sys.stdin)]
+    for number, line in enumerate(lines, 1):
+        try: line.encode()
+        except UnicodeEncodeError: raise UsageError(f'{what}, line {number}: not UTF-8 text') from None
     lines = [line for line in lines if line.strip()]
     if not lines:
         raise UsageError(f'no {what}: the input is empty')
@@ -642,7 +645,8 @@ def as_columns(
     index: bool = True,  # with the names of its rows
 ) -> str:                # several lines
     "A table as text."
-    return table.to_string(index=index, float_format='{:.3f}'.format, na_rep='')
+    count = lambda n: '' if n != n else f'{n:.0f}'
+    return table.to_string(index=index, float_format='{:.3f}'.format, na_rep='', formatters={'n': count})
 
 # %% ../nbs/23_cli.ipynb #479a0a99
 def train(

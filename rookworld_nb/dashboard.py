@@ -424,7 +424,7 @@ class Controls:
         self.wishes, self.answers = deque(), deque(maxlen=3)
         self.stopped = self.paused = self.ended = False
         looks = {'pause': ('Pause', 'pause', 'Hold after this step; the run stays in memory'),
-                 'checkpoint': ('Checkpoint', 'save', 'Write a checkpoint after this step'),
+                 'checkpoint': ('Checkpoint', 'save', 'Write a checkpoint after this step; the newest ones are kept'),
                  'stop': ('Stop', 'stop', 'End after this step; the final checkpoint is written')}
         for name, (text, icon, tip) in looks.items():
             button = w.Button(description=text, icon=icon, tooltip=tip)

@@ -164,7 +164,7 @@ def count_items(
     completion_mask:Tensor, # (B, T) True up to and including the end token
     loss_type:str='dapo',   # grpo | bnpo | dr_grpo | dapo
 )->Tensor:                  # () completions for grpo and dr_grpo, active tokens for bnpo and dapo
-    "Count what the loss is divided by; sum it over micro-batches (and devices, for dapo) and pass it as `num_items`."
+    "Count what the loss is divided by, `num_items`; sum it over micro-batches, and devices that add their gradients."
     check_option('loss_type', loss_type, LOSS_TYPES)
     mask = completion_mask.bool()
     return torch.tensor(len(mask), device=mask.device) if loss_type in ('grpo', 'dr_grpo') else mask.sum()

@@ -129,7 +129,7 @@ class KLController:
 
     def update(self,
         kl:float, # measured per-token mean, nats, of a non-negative estimator; nan changes nothing
-        step:int, # optimiser step at which it was measured, the first is 1
+        step:int, # the last optimiser step before it was measured, the first is 1
     )->float:     # the stored coefficient afterwards
         "Move the stored coefficient by one factor if `kl` left its band; call once per batch of rollouts."
         config = self.config

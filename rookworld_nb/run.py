@@ -4,14 +4,15 @@
 
 # %% auto #0
 __all__ = ['logger', 'BY_SIZE', 'SMALL', 'CREDITS', 'WHOLE_ANSWERS', 'LEAST', 'CHOICES', 'PRESETS', 'SUMS', 'PROFILES', 'FREE',
-           'SHOWN', 'RunError', 'PromptOptions', 'RewardOptions', 'UpdateOptions', 'check_flags', 'whole_answers',
-           'TrainConfig', 'nano', 'rtx4090', 'emergency', 'training_samples', 'heldout_samples', 'run_folder',
-           'torch_device', 'planned_work', 'run_summary', 'file_sum', 'force_to_disk', 'write_checkpoint',
-           'CheckpointError', 'read_checkpoint', 'checkpoint_step', 'checkpoints_of', 'first_whole',
-           'newest_checkpoint', 'cut_logs', 'fingerprint', 'model_bytes', 'resumed_config', 'asked_for', 'announced',
-           'Assembly', 'trial_run', 'memory_components', 'profile_batches', 'Setup', 'Examined', 'run_state',
-           'restore_run', 'Saving', 'write_events', 'read_events', 'Steered', 'Listener', 'interrupted_afterwards',
-           'writer_of', 'Run', 'closing_table', 'first_update_line', 'train']
+           'SIGHT', 'SHOWN', 'RunError', 'PromptOptions', 'RewardOptions', 'UpdateOptions', 'check_flags',
+           'whole_answers', 'TrainConfig', 'nano', 'rtx4090', 'emergency', 'training_samples', 'heldout_samples',
+           'run_folder', 'torch_device', 'updates_per_batch', 'planned_work', 'run_summary', 'file_sum',
+           'force_to_disk', 'write_checkpoint', 'CheckpointError', 'read_checkpoint', 'checkpoint_step',
+           'checkpoints_of', 'first_whole', 'newest_checkpoint', 'cut_logs', 'fingerprint', 'model_bytes',
+           'resumed_config', 'asked_for', 'announced', 'Assembly', 'trial_run', 'memory_components', 'profile_batches',
+           'Setup', 'Examined', 'run_state', 'put_back', 'restore_run', 'Saving', 'write_events', 'read_events',
+           'Steered', 'Listener', 'interrupted_afterwards', 'writer_of', 'Run', 'closing_table', 'first_update_line',
+           'train']
 
 # %% ../nbs/19_run.ipynb #b15f4c93
 import copy
@@ -86,6 +87,7 @@ class PromptOptions:
     eval_policy: int = 1000           # held-out P: positions evaluated before and after; 0 for none
     eval_env: int = 192               # held-out A: positions evaluated before and after; 0 for none
     eval_samples: int = 12            # completions of each at the training temperature, beside a greedy one
+    eval_every: int | None = None     # optimiser steps between greedy looks at the held-out positions; none: no looks
     save_every: int = 50              # optimiser steps between checkpoints
     keep_checkpoints: int = 2         # newest checkpoints kept, beside the final one
     resume: bool = False              # go on with the run in --output-dir, without it with the newest run in runs/
@@ -149,8 +151,8 @@ class UpdateOptions:
     adamw: str = 'fused'              # implementation of AdamW: fused | foreach | loop
 
 # %% ../nbs/19_run.ipynb #e072ec89
-LEAST = {'steps': 1, 'replays': 1, 'save_every': 1, 'keep_checkpoints': 1, 'max_positions': 1, 'max_new_tokens': 1,
-         'buffer_capacity': 1, 'eval_samples': 1, 'eval_policy': 0, 'eval_env': 0}
+LEAST = {'steps': 1, 'replays': 1, 'eval_every': 1, 'save_every': 1, 'keep_checkpoints': 1, 'max_positions': 1,
+         'max_new_tokens': 1, 'buffer_capacity': 1, 'eval_samples': 1, 'eval_policy': 0, 'eval_env': 0}
 CHOICES = {'credit': (None, *CREDITS), 'baseline_type': BASELINES, 'reward_shaping': get_args(Shaping)}
 
 
@@ -164,6 +166,8 @@ def check_flags(
     wrong |= {name: f'valid: {", ".join(filter(None, valid))}' for name, valid in CHOICES.items()
               if values[name] not in valid}
     if not 0 < config.clip_range < 1: wrong['clip_range'] = 'must be between 0 and 1'
+    if config.eval_every and not config.eval_policy + config.eval_env:
+        wrong['eval_every'] = 'there is nothing to look at; give --eval-policy or --eval-env'
     for name in ('mix_env_ratio', 'rare_env_ratio'):
         if not 0 <= (values[name] or 0) <= 1: wrong[name] = 'must be 0 to 1'
     if size and size % config.group_size and config.group_size % size:
@@ -353,12 +357,19 @@ def torch_device(
     return name
 
 # %% ../nbs/19_run.ipynb #8cdfbdc3
+def updates_per_batch(
+    run: 'Setup',  # what is about to start
+) -> int:
+    "Optimiser steps on each batch of prompts."
+    prompts = run.prompts.batch_positions
+    return run.config.replays*math.ceil(prompts/(run.config.minibatch_positions or prompts))
+
+
 def planned_work(
     run: 'Setup',  # what is about to start
 ) -> str:  # one line
     "Prompts, completions, updates and tokens of a run."
-    config, prompts = run.config, run.prompts.batch_positions
-    updates = config.replays*math.ceil(prompts/(config.minibatch_positions or prompts))
+    config, prompts, updates = run.config, run.prompts.batch_positions, updates_per_batch(run)
     batches = math.ceil(config.steps/updates)
     completions = batches*prompts*config.group_size
     device = next(run.model.parameters()).device
@@ -520,7 +531,7 @@ def model_bytes(
         yield tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
 
 # %% ../nbs/19_run.ipynb #16b017b5
-FREE = ('steps', 'output_dir', 'resume', 'device', 'save_every', 'keep_checkpoints', 'micro_batch_size',
+FREE = ('steps', 'output_dir', 'resume', 'device', 'eval_every', 'save_every', 'keep_checkpoints', 'micro_batch_size',
         'matmul_precision', 'compile', 'gradient_checkpointing', 'cudnn_benchmark', 'cuda_allocator', 'rank_timeout')
 
 
@@ -682,6 +693,9 @@ class Setup(Assembly):
         self.events: list[dict[str, Any]] = []    # what was done by hand, in order
 
 # %% ../nbs/19_run.ipynb #7335fc51
+SIGHT = {'P': ('legal_fraction', 'best_move_accuracy'), 'A': ('state_exact',)}    # beside the reward
+
+
 class Examined(Setup):
     "A set-up whose policy can be examined on held-out positions."
     def close(self) -> None:
@@ -700,6 +714,12 @@ class Examined(Setup):
         tables = [evaluate(model or self.model, self.tokenizer, self.heldout, temperature, self.config.seed,
                            scorer or self.scorer, count, ranks=self.ranks) for temperature, count in sampled.items()]
         return pd.concat(tables, ignore_index=True)
+
+    def look(self) -> dict[str, float]: # eval/<task>_<metric>: mean over the held-out positions
+        "Greedy answers of the policy as it is, for the metrics of a step; nothing that the training draws is touched."
+        table = evaluate(self.model, self.tokenizer, self.heldout, 0., self.config.seed, self.scorer, ranks=self.ranks)
+        return {f'eval/{task}_{name}': rows[name].mean() for task, rows in table.groupby('task')
+                for name in ('reward', *SIGHT[task])}
 
     def finish(
         self,
@@ -722,10 +742,20 @@ def run_state(
             'buffer': buffer_state(run.buffer), 'events': run.events, **run.origin}
 
 
+def put_back(
+    folder: Path,  # a run folder
+) -> None:
+    "Undo what a kill broke off between the two renamings of `write_checkpoint`."
+    for old in folder.glob('.*.old'):
+        if not (place := folder/old.name[1:-len('.old')]).exists(): os.replace(old, place)
+
+
 def restore_run(
     run: Setup,  # newly set up
 ) -> None:
     "Go on from the newest whole checkpoint; without one, from the start."
+    if run.ranks.first: put_back(run.folder)
+    run.ranks.gather(None)    # nobody looks before that is done
     if (found := newest_checkpoint(run.folder)) is None:
         return
     path, state = found
@@ -905,6 +935,7 @@ class Run(Steered):
             if (metrics := next(source, None)) is None:
                 self.settled = True
                 return None
+            if (pause := self.config.eval_every) and self.trainer.step % pause == 0: metrics |= self.look()
             self.settled, self.console = True, writer.log(metrics)
             for other in others: other.log(metrics)
             if self.experience is not before: writer.table(self.trainer.step, self.experience.table)

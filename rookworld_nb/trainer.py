@@ -532,14 +532,14 @@ class Learner:
         self.good, self.proposed = copy.deepcopy(self.weights()), False
 
     def propose(self) -> None:
-        "Remember this state as soon as an update has found it sound."
+        "Remember the state from which the next samples come, if the update on them finds it sound."
         self.proposed = True
 
 # %% ../nbs/13_trainer.ipynb #b4c5e4a6
 class Updater(Learner):
     "One optimiser step at a time: gradients, guards, AdamW, and the KL control, which acts once per collection."
     step, controlled = 0, 0               # steps so far; the newest collection that the KL control has seen
-    failure = ''                          # why the latest update was not made; empty if it was
+    failure = ''                          # why the run has failed at the latest update; empty if it has not
     broken: pd.DataFrame | None = None    # the table of an experience whose update was skipped, else None
 
     def update(
@@ -561,11 +561,11 @@ class Updater(Learner):
         self.broken = None if finite else experience.table.assign(broken=broken)
         self.failure = self.health.judge(self.step, metrics, finite, config)
         if finite and not self.failure:
-            if self.proposed: self.remember()
+            if self.proposed and experience.number > self.controlled: self.remember()    # judged by fresh samples
             take_step(self.optimizer, rate)
         self.optimizer.zero_grad(set_to_none=True)
         if 'kl' in metrics and experience.number > self.controlled:
-            self.kl.update(metrics['kl'], self.step)
+            self.kl.update(metrics['kl'], self.step - 1)    # what the steps before this one have led to
             self.controlled = experience.number
         return {'step': self.step} | experience.metrics() | metrics | {
             'kl_coef': kl_coef, 'grad_norm': norm, 'learning_rate': rate, **self.health.metrics(self.step),
@@ -598,19 +598,20 @@ def trainer_state(
 ) -> dict[str, Any]:    # tensors and plain values
     "Everything of a trainer but the policy's weights."
     state = {name: value for name, value in trainer.weights().items() if name != 'model'}
-    return state | {'step': trainer.step, 'health': vars(trainer.health), 'kl': trainer.kl.state_dict(),
-                    'controlled': trainer.controlled}
+    return state | {'step': trainer.step, 'health': dict(vars(trainer.health)), 'kl': trainer.kl.state_dict(),
+                    'controlled': trainer.controlled, 'good': trainer.good, 'proposed': trainer.proposed}
 
 
 def restore_trainer(
     trainer: Updater,      # its model already has the weights of the checkpoint
     state: dict[str, Any], # from `trainer_state`
 ) -> None:
-    "Continue from a checkpoint; its state is also the one that a recovery goes back to."
+    "Continue from a checkpoint; a recovery goes back to the state that it would have gone back to without the break."
     trainer.load_weights(state | {'model': trainer.model.state_dict()})
     trainer.step, trainer.health, trainer.controlled = state['step'], Health(**state['health']), state['controlled']
     trainer.kl.load_state_dict(state['kl'])
-    trainer.remember()
+    if state.get('good'): trainer.good, trainer.proposed = state['good'], state['proposed']
+    else: trainer.remember()    # a checkpoint from before there was such a state in it
 
 # %% ../nbs/13_trainer.ipynb #c674ff7f
 class Trainer(Survivor):
@@ -621,14 +622,14 @@ class Trainer(Survivor):
 
     def run(
         self,
-        experiences: Iterable[Experience], # asked for one at a time, after the update before; a `RolloutBuffer`
+        experiences: Iterable[Experience], # asked for one at a time; a `RolloutBuffer` is emptied after a failure
     ) -> Iterator[dict[str, float]]:       # metrics by name, one row per optimiser step
         "Update until the steps are done, the experiences end, or the run fails for good; `stop_reason` says which."
         source = iter(experiences)
         if not self.good:
             self.remember()
         if self.starved:
-            self.stop_reason, self.starved = '', False
+            self.stop_reason, self.starved, self.controlled = '', False, 0    # another collector counts anew
         if self.step >= self.config.steps:
             self.stop_reason = f'all {self.config.steps} steps are done'
         try:
@@ -641,7 +642,7 @@ class Trainer(Survivor):
                 row = self.update(experience)
                 if self.failure and not self.recover():
                     self.stop_reason, self.diverged = self.last_words(), True
-                elif self.failure and isinstance(experiences, RolloutBuffer):
+                elif (self.failure or self.broken is not None) and isinstance(experiences, RolloutBuffer):
                     experiences.clear()
                 if self.step >= self.config.steps and not self.stop_reason:
                     self.stop_reason = f'all {self.config.steps} steps are done'

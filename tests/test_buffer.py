@@ -84,7 +84,7 @@ def test_parts_belong_together(model):
 def test_one_task_alone_is_one_part(model, env, tasks, longest):
     experience = next(collector(model, env=env))
     assert [part.task for part in experience.parts] == tasks
-    assert experience.max_completion_length == longest
+    assert experience.max_completion_length == 3    # of either task, so that it is the same for every batch
     assert max(part.rollouts.completion_ids.shape[1] for part in experience.parts) <= longest
 
 

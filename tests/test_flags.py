@@ -61,6 +61,8 @@ CASES = {
     'max_positions': ({'--max-positions': 1}, lambda plain, run: len({p for t in run.tables for p in t['prompt']}) == 2),
     'eval_policy': ({'--eval-policy': 3, '--eval-samples': 1}, lambda plain, run: 'best_move_accuracy' in run.said and summary(run, 'P', 'n') == {3}),
     'eval_env': ({'--eval-env': 2, '--eval-samples': 1}, lambda plain, run: 'state_exact' in run.said and summary(run, 'A', 'n') == {2}),
+    'eval_every': ({'--eval-every': 2, '--eval-policy': 3, '--eval-env': 2, '--eval-samples': 1}, lambda plain, run: column(run, 'loss') == column(plain, 'loss')
+                   and ['eval/P_reward' in row for row in run.rows] == [False, True, False] and 0 <= run.rows[1]['eval/A_state_exact'] <= 1),
     'save_every': ({'--save-every': 2}, lambda plain, run: (run.folder/'checkpoint-2').is_dir() and not (plain.folder/'checkpoint-2').exists()),
     'keep_checkpoints': ({'--save-every': 1, '--keep-checkpoints': 1}, lambda plain, run: [p.name for p in run.folder.glob('checkpoint-*')] == ['checkpoint-3']),
     'steps': ({'--steps': 2}, lambda plain, run: len(run.rows) == 2),

@@ -130,7 +130,8 @@ def test_heldout_positions_never_reach_training(tmp_path):
     (dict(group_size=1), 'group_size'), (dict(lr_schedule='cosin'), 'cosin'), (dict(reward_shaping='nice'), 'nice'),
     (dict(kl_estimator='k3'), 'k3'), (dict(lr=-1.), 'lr'), (dict(max_positions=0), '--max-positions 0'),
     (dict(mix_env_ratio=1.5), '--mix-env-ratio 1.5'), (dict(mix_env_ratio=math.nan), '--mix-env-ratio nan'), (dict(rare_env_ratio=-.1), '--rare-env-ratio -0.1'),
-    (dict(rare_env_ratio=math.nan), '--rare-env-ratio nan'), (dict(clip_range=2.), '--clip-range 2.0'),
+    (dict(rare_env_ratio=math.nan), '--rare-env-ratio nan'), (dict(eval_every=0), '--eval-every 0'),
+    (dict(eval_every=2, eval_policy=0, eval_env=0), '--eval-every 2: .*--eval-policy'), (dict(clip_range=2.), '--clip-range 2.0'),
     (dict(buffer_capacity=0), '--buffer-capacity 0'), (dict(max_new_tokens=0), '--max-new-tokens 0'), (dict(baseline_type='mean'), '--baseline-type mean.*group_mean'),
     (dict(reward_shaping='nice'), '--reward-shaping nice.*ladder'), (dict(micro_batch_size=3), '--micro-batch-size 3'),
     (dict(minibatch_positions=6), 'minibatch_positions=6')])
@@ -326,6 +327,33 @@ def test_a_corrupt_checkpoint_is_named_and_the_one_before_is_taken(whole, tmp_pa
     if (name, harm) == ('trainer.pt', 'cut'):
         list(Run(resumed_config(output_dir=str(folder))).steps())
         assert contents(folder) == contents(whole)
+
+
+def test_a_look_at_the_last_step_is_what_the_closing_table_says(tmp_path):
+    run = Run(replace(TINY, steps=2, eval_every=2, eval_policy=3, eval_env=2, eval_samples=1, output_dir=str(tmp_path/'run')))
+    first, last = run.steps()
+    table = run.evaluate()
+    greedy = table[table['temperature'] == 0].groupby('task').mean(numeric_only=True)
+    looked = {name: value for name, value in last.items() if name.startswith('eval/')}
+    assert looked == {f'eval/{task}_{name}': pytest.approx(greedy.loc[task, name]) for task, name in (
+        ('P', 'reward'), ('P', 'legal_fraction'), ('P', 'best_move_accuracy'), ('A', 'reward'), ('A', 'state_exact'))}
+    assert not any(name.startswith('eval/') for name in first) and rows_of(tmp_path/'run')[1]['eval/P_reward'] == looked['eval/P_reward']
+
+
+def test_a_kill_between_two_renamings_loses_no_checkpoint(tmp_path, monkeypatch):
+    run = Run(replace(TINY, steps=3, save_every=99, output_dir=str(tmp_path/'run')))
+    list(run.steps())
+    before, rename = contents(tmp_path/'run'), os.replace
+
+    def killed(source, target):
+        rename(source, target)
+        if str(target).endswith('.old'): raise KeyboardInterrupt
+    monkeypatch.setattr(os, 'replace', killed)
+    with pytest.raises(KeyboardInterrupt): run.save('final_checkpoint')
+    monkeypatch.undo()
+    assert not (tmp_path/'run'/'final_checkpoint').exists()
+    resumed = Run(resumed_config(output_dir=str(tmp_path/'run')))
+    assert resumed.trainer.step == 3 and contents(tmp_path/'run') == before
 
 
 def test_only_the_newest_checkpoints_are_kept(whole):

@@ -79,7 +79,7 @@ def test_a_part_of_a_grid_is_a_random_part():
 
 
 @pytest.mark.parametrize('arguments, said', [
-    (({}, ('lr=0..1',)), '--trials'), (({}, ('grid',), 0), '--trials 0'), (({'lr': 1e-4},), '--lr'), (({'group_size': 2},), '--group-size'),
+    (({}, ('lr=0..1',)), '--trials'), (({}, ('grid',), 0), '--trials 0'), (({'lr': 1e-4},), '--lr'), (({'group_size': 2},), '--group-size'), (({'auto_batch_size': True},), '--auto-batch-size'),
     (({'resume': True},), '--resume'), (({}, ('batch=1x2', 'group_size=2')), 'group_size'), (({}, ('kl_estimator=kl4',)), 'kl4'),
     (({}, ('temperature=-1..1',), 3), 'temperature'), (({'eval_policy': 0, 'eval_env': 0},), '--eval-policy')])
 def test_a_study_that_cannot_be_is_refused(arguments, said):
@@ -340,6 +340,41 @@ def test_success_rates_count_all_trials():
     assert rates['n'].tolist() == [9, 3, 3, 3, 5, 4] and rates['successes'].tolist() == [3, 3, 0, 0, 2, 1]
     assert rates.index.get_level_values('setting').tolist() == ['all', 'lr', 'lr', 'lr', 'shape', 'shape']
     for row in rates.itertuples(): assert (row.low, row.high) == wilson_interval(row.successes, row.n) and row.rate == row.successes/row.n
+
+
+MIXED = {'batch': [f'{i}x4' for i in range(1, 9)], 'clip_range_high': [None, .2, .3, .4, .5, .6, .7, .8], 'max_age': [None, 2, 5],
+         'use_gae': [True, False], 'steps': list(range(10, 90, 10))}
+
+
+def test_settings_of_any_kind_are_reported():
+    "Texts, nothing, whole numbers, truth values: each by its own name, however many there are."
+    rows = [{name: values[i % len(values)] for name, values in MIXED.items()} for i in range(48)]
+    table = pd.DataFrame(rows, dtype=object).assign(outcome='success', reason='', gain=np.linspace(-.1, .1, 48), standard_error=.01)
+    rates = success_rates(table, [*MIXED])
+    labels = {name: rates.loc[name].index.tolist() for name in MIXED}
+    assert labels['batch'] == MIXED['batch'] and labels['max_age'] == ['2', '5', 'none'] and labels['use_gae'] == ['false', 'true']
+    assert labels['clip_range_high'] == ['0.2', '0.3', '0.4', '0.5', '0.6', '0.7', '0.8', 'none'] and labels['steps'] == ['10 to 30', '40 to 60', '70 to 80']
+    weights = importance(table, {name: Choices(values) for name, values in MIXED.items()})
+    assert {*weights.index} == {*MIXED} and weights.sum() == pytest.approx(1)
+    scale.plot_slices(table, [*MIXED])
+
+
+def test_a_table_of_trials_keeps_what_a_setting_is(tmp_path, monkeypatch):
+    def tried(trial, search, place):
+        for name, part in search.dimensions.items(): scale.suggest(trial, name, part)
+        return verdict_of(.1, .01)
+    monkeypatch.setattr(scale, 'run_trial', tried)
+    search = Search({'output_dir': str(tmp_path/'study')}, ('max_age=none|2', 'normalize_rewards=true|false'))
+    *_, table = run_search(search)
+    assert sorted(map(str, table['max_age'])) == ['2', '2', 'None', 'None'] and {*map(type, table['normalize_rewards'])} == {bool}
+    assert table[['gain', 'standard_error']].dtypes.eq(float).all()
+
+
+def test_a_study_does_not_shrink(tmp_path, monkeypatch):
+    monkeypatch.setattr(scale, 'run_trial', lambda trial, search, place: verdict_of(.1, .01))
+    given = {'output_dir': str(tmp_path/'study')}
+    list(run_search(Search(given, ('lr=1e-4|2e-4|3e-4',), trials=3)))
+    with pytest.raises(SearchError, match='--trials 2: .* has 3 already'): list(run_search(Search(given, ('lr=1e-4|2e-4|3e-4',), trials=2)))
 
 
 def test_importance_finds_what_matters():

@@ -478,7 +478,22 @@ def test_the_run_ends_where_the_policy_diverges(model):
 def test_the_control_acts_once_per_collection(model):
     kl = KLConfig(kl_coef=.02, kl_control='adaptive', kl_target=1e-6)
     rows = steps(Trainer(model, config(lr=1e-2, kl=kl)), replay(collector(model), 3), 9)
-    assert [row['kl_coef'] for row in rows] == pytest.approx([.02] + [.02/1.5]*3 + [.02]*3 + [.02*1.5]*2)
+    assert [row['kl_coef'] for row in rows] == pytest.approx([.02]*4 + [.02*1.5]*3 + [.02*1.5**2]*2)
+
+
+def test_the_control_learns_nothing_from_steps_without_the_leash(model):
+    kl = KLConfig(kl_coef=.02, kl_control='adaptive', kl_target=1e-6, kl_warmup_steps=2)
+    rows = steps(Trainer(model, config(lr=1e-2, kl=kl)), collector(model), 5)
+    assert [row['kl_coef'] for row in rows] == pytest.approx([0, 0, .02, .02, .02*1.5])
+
+
+def test_the_control_goes_on_with_another_collector(model):
+    kl = KLConfig(kl_coef=.02, kl_control='adaptive', kl_target=1e-6)
+    trainer, other = Trainer(model, config(lr=1e-2, kl=kl)), collector(model)
+    list(trainer.run(itertools.islice(collector(model), 4)))
+    before = trainer.kl.kl_coef
+    steps(trainer, other, 2)
+    assert before == pytest.approx(.02*1.5**3) and trainer.kl.kl_coef == pytest.approx(before*1.5**2)
 
 
 def test_the_warm_up_multiplies_the_coefficient(model):
@@ -653,9 +668,29 @@ def test_a_proposed_state_counts_only_once_an_update_has_found_it_sound(model):
     next(run)
     assert equal_states(trainer.good['model'], first)    # the proposal is forgotten
     trainer.propose()
+    next(run)    # the same samples once more: they say nothing of the policy that has moved since
+    assert equal_states(trainer.good['model'], first)
     proposed = weights(model)
     next(run)
     assert equal_states(trainer.good['model'], proposed) and not same(model, proposed)
+
+
+def test_a_checkpoint_that_nothing_has_judged_is_not_the_good_state_after_a_resume(base):
+    first = Trainer(copy.deepcopy(base), config(steps=50, lr=1e-2))
+    steps(first, collector(first.model), 1)
+    first.propose()
+    second = Trainer(copy.deepcopy(first.model), replace(first.config, kl_divergence_threshold=1e-9, max_recoveries=3))
+    restore_trainer(second, copy.deepcopy(trainer_state(first)))
+    steps(second, collector(second.model, copy.deepcopy(base)), 1)
+    assert second.health.recoveries == 1 and same(second.model, weights(base)) and not same(first.model, weights(base))
+
+
+def test_samples_with_a_bad_number_are_not_replayed(model):
+    experiences = list(itertools.islice(collector(model), 3))
+    experiences[1].parts[0].advantages[0] = math.nan
+    trainer = Trainer(model, config(max_skipped=3))
+    rows = steps(trainer, replay(iter(experiences), 4), 6)
+    assert [math.isfinite(row['loss']) for row in rows] == [True]*4 + [False, True] and trainer.health.recoveries == 0
 
 
 def equal_states(state, before):
@@ -757,7 +792,7 @@ def test_a_restored_trainer_goes_on_as_the_first_would_have(base, options, tmp_p
     second = Trainer(copy.deepcopy(base), first.config)
     second.model.load_state_dict(parameters)
     restore_trainer(second, state)
-    assert equal_states(second.good['model'], parameters)
+    assert equal_states(second.good['model'], weights(base))
     rows = steps(second, experiences[3:], 3)
     assert [{name: row[name] for name in expected[0]} for row in rows] == expected and rows[0]['step'] == 4
     assert same(second.model, weights(first.model))
