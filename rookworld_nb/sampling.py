@@ -122,12 +122,13 @@ def generate(
     shape, t = noise.shape[::-1], -1
     ids = torch.full(shape, end_id, device=device)
     mask, logprobs = torch.zeros(shape, dtype=torch.bool, device=device), torch.zeros(shape, device=device)
-    prefix = model.prefill(prompt_ids, prompt_mask) if len(ids) else None
-    if prefix and not prefix.last_hidden.isfinite().all():
-        raise SamplingError('the model computes NaN or infinity for these prompts')
-    steps = decode(model, prefix, noise, temperature, end_id) if prefix else ()
-    for t, (rows, tokens, chosen) in enumerate(steps):
-        ids[rows, t], mask[rows, t], logprobs[rows, t] = tokens, True, chosen
+    with torch.autocast(device.type, enabled=False): # weights that a bf16 model converts stay converted until the end
+        prefix = model.prefill(prompt_ids, prompt_mask) if len(ids) else None
+        if prefix and not prefix.last_hidden.isfinite().all():
+            raise SamplingError('the model computes NaN or infinity for these prompts')
+        steps = decode(model, prefix, noise, temperature, end_id) if prefix else ()
+        for t, (rows, tokens, chosen) in enumerate(steps):
+            ids[rows, t], mask[rows, t], logprobs[rows, t] = tokens, True, chosen
     return ids[:, :t+1], mask[:, :t+1], logprobs[:, :t+1]
 
 # %% ../nbs/06_sampling.ipynb #6269b262

@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rookworld_nb import sampling
 from rookworld_nb.model import GPT, GPTConfig
@@ -408,3 +409,20 @@ def test_rollouts_move_between_devices(model, tokenizer):
     tensors = [f.name for f in dataclasses.fields(r) if isinstance(getattr(r, f.name), torch.Tensor)]
     assert len(tensors) == 5 and all(getattr(moved, n).device.type == 'meta' for n in tensors)
     assert moved.texts == r.texts and moved.group_size == 2 and r.logprobs.device.type == 'cpu'
+
+
+class Conversions(TorchDispatchMode):
+    "Counts how often a matrix of float32 is made one of bfloat16."
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten._to_copy.default and args[0].dim() == 2 and kwargs.get('dtype') == torch.bfloat16: self.count += 1
+        return function(*args, **(kwargs or {}))
+
+
+def test_in_bfloat16_each_weight_is_converted_once(model, tokenizer):
+    model = copy.deepcopy(model)
+    model.bf16 = True
+    with Conversions() as conversions: rollouts = sample(model, tokenizer, PROMPTS, 2, 8, 1., seeded())
+    assert rollouts.completion_ids.shape[1] > 2 and conversions.count == 4*model.cfg.n_layer
+    assert not torch.is_autocast_enabled('cpu') and rollouts.logprobs.dtype == torch.float32
