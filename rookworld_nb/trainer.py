@@ -559,12 +559,12 @@ class Updater(Learner):
         norm = float(nn.utils.clip_grad_norm_(parameters, config.grad_clip))
         finite = math.isfinite(metrics['loss'] + norm)
         self.broken = None if finite else experience.table.assign(broken=broken)
-        self.failure = self.health.judge(self.step, metrics, finite, config)
+        self.failure, fresh = self.health.judge(self.step, metrics, finite, config), experience.number > self.controlled
         if finite and not self.failure:
-            if self.proposed and experience.number > self.controlled: self.remember()    # judged by fresh samples
+            if self.proposed and fresh: self.remember()    # judged by samples of this very state
             take_step(self.optimizer, rate)
         self.optimizer.zero_grad(set_to_none=True)
-        if 'kl' in metrics and experience.number > self.controlled:
+        if 'kl' in metrics and fresh:
             self.kl.update(metrics['kl'], self.step - 1)    # what the steps before this one have led to
             self.controlled = experience.number
         return {'step': self.step} | experience.metrics() | metrics | {
