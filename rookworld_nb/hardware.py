@@ -14,6 +14,7 @@ __all__ = ['PRECISIONS', 'COMPILE_MODES', 'logger', 'SIZES', 'OUT_OF_MEMORY', 'A
 import ctypes
 import gc
 import logging
+import math
 import os
 import random
 import re
@@ -31,7 +32,7 @@ import torch.distributed.nn.functional    # imported while a group is up, its de
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .model import GPT, GPTConfig
+from .model import CACHE_BLOCK, GPT, GPTConfig
 
 # %% ../nbs/10_hardware.ipynb #8d58461c
 PRECISIONS = ('auto', 'highest', 'high', 'medium')
@@ -202,7 +203,8 @@ def kv_cache_bytes(
     element: int = 4,      # bytes of a number: 4, or 2 with bf16
 ) -> int:                  # bytes
     "Keys and values of all layers, of the completions and of their prompts."
-    return 2*cfg.n_layer*cfg.n_embd*element*(rows*tokens + prompts*prompt_tokens)
+    slots = CACHE_BLOCK*math.ceil(tokens/CACHE_BLOCK)
+    return 2*cfg.n_layer*cfg.n_embd*element*(rows*slots + prompts*prompt_tokens)
 
 
 def adam_bytes(

@@ -99,7 +99,7 @@ def test_bf16_rounds_the_blocks_and_nothing_else():
     assert 0 < (rounded - exact).abs().max() < .02*exact.abs().max()
     rounded.square().mean().backward()
     assert {p.dtype for p in model.parameters()} == {p.grad.dtype for p in model.parameters()} == {torch.float32}
-    prefix, cache = model.prefill(ids), KVCache(3)
+    prefix, cache = model.prefill(ids), KVCache()
     with torch.no_grad(): model.extend(ids[:, :1], prefix, cache)
     assert cache.keys[0].dtype == torch.bfloat16 and kv_cache_bytes(TINY, 4, 3, element=2) == tensor_bytes(cache.keys + cache.values)
     assert_close(prepare_model(model, HardwareConfig())(ids), exact, atol=0, rtol=0)

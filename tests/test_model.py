@@ -5,7 +5,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rookworld_nb.model import GPT, GPTConfig, KVCache, ModelConfigError, SequenceError, causal_bias
+from rookworld_nb.model import CACHE_BLOCK, GPT, GPTConfig, KVCache, ModelConfigError, SequenceError, causal_bias
 from torch.testing import assert_close
 from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.pytorch_utils import Conv1D
@@ -102,7 +102,7 @@ def test_greedy_decoding_equals_transformers_generate(side):
     expected = torch.stack([hf.generate(row[m][None], attention_mask=torch.ones(1, int(m.sum())), max_new_tokens=20, do_sample=False,
                                         eos_token_id=None, pad_token_id=0)[0, int(m.sum()):] for row, m in zip(ids, mask)])
     with torch.no_grad():
-        prefix, cache = model.prefill(ids, mask), KVCache(19)
+        prefix, cache = model.prefill(ids, mask), KVCache()
         tokens = [model.logits(prefix.last_hidden).argmax(-1)]
         for _ in range(19):
             tokens.append(model.logits(model.extend(tokens[-1][:, None], prefix, cache)[:, 0]).argmax(-1))
@@ -200,7 +200,7 @@ def test_cached_steps_equal_whole_texts_while_rows_leave(B, G, Tp, side, data):
     prompts, mask, new, expected = grouped_case(model, B, G, Tp, 6, side)
     rows, done = torch.arange(B*G), 0
     with torch.no_grad():
-        prefix, cache = model.prefill(prompts, mask), KVCache(6)
+        prefix, cache = model.prefill(prompts, mask), KVCache()
         while done < 6 and len(rows):
             step = data.draw(st.integers(1, 6-done))
             out = model.extend(new[rows, done:done+step], prefix, cache)
@@ -216,7 +216,7 @@ def test_rows_may_leave_before_the_first_step():
     prompts, mask, new, expected = grouped_case(model, 3, 2, 5, 2, 'left')
     keep = torch.tensor([True, False, False, False, True, True])
     with torch.no_grad():
-        for cache in (KVCache(2), KVCache(2, n_slots=6)):
+        for cache in (KVCache(), KVCache(n_slots=6)):
             cache.select(keep if cache.n_slots == 0 else keep.nonzero().squeeze(1))
             assert_close(model.extend(new[keep], model.prefill(prompts, mask), cache), expected[keep])
 
@@ -226,7 +226,7 @@ def test_rows_may_leave_twice():
     prompts, mask, new, expected = grouped_case(model, 3, 2, 5, 3, 'left')
     rows = torch.arange(6)
     with torch.no_grad():
-        prefix, cache = model.prefill(prompts, mask), KVCache(3)
+        prefix, cache = model.prefill(prompts, mask), KVCache()
         for t, kept in enumerate(([1, 3, 4, 5], [1, 3], [1])):
             assert_close(model.extend(new[rows, t:t+1], prefix, cache), expected[rows, t:t+1])
             cache.select(torch.tensor(kept))
@@ -281,21 +281,33 @@ def test_prompts_are_stored_once_however_many_samples():
     prefix = model.prefill(torch.randint(0, 37, (2, 6)))
     before = [k.data_ptr() for k in prefix.keys]
     with torch.no_grad():
-        model.extend(torch.randint(0, 37, (16, 1)), prefix, KVCache(1))
+        model.extend(torch.randint(0, 37, (16, 1)), prefix, KVCache())
     assert [tuple(k.shape) for k in prefix.keys] == [(2, 3, 6, 7)]*3 and before == [k.data_ptr() for k in prefix.keys]
 
 
-def test_the_cache_allocates_once_and_holds_no_graph():
-    model = noisy(SIZES['odd'])
-    prefix, cache = model.prefill(torch.randint(0, 37, (2, 6))), KVCache(4)
-    model.extend(torch.randint(0, 37, (4, 1)), prefix, cache)
-    where = [k.data_ptr() for k in cache.keys+cache.values]
-    for _ in range(2):
+def test_the_cache_grows_by_whole_blocks_and_holds_no_graph():
+    model = noisy(SIZES['wide'])
+    prefix, cache = model.prefill(torch.randint(0, 37, (2, 6))), KVCache()
+    for length in range(1, 2*CACHE_BLOCK + 2):
         model.extend(torch.randint(0, 37, (4, 1)), prefix, cache)
+        stored = cache.keys + cache.values
+        assert cache.length == length and {x.shape[2] for x in stored} == {CACHE_BLOCK*-(-length//CACHE_BLOCK)}
+        assert all(x.is_contiguous() and not x.requires_grad for x in stored)
     cache.select(torch.tensor([0, 3]))
     model.extend(torch.randint(0, 37, (2, 1)), prefix, cache)
-    assert where == [k.data_ptr() for k in cache.keys+cache.values]
-    assert cache.length == 4 and not any(k.requires_grad for k in cache.keys+cache.values)
+    assert all(x.is_contiguous() and len(x) == 2 for x in cache.keys + cache.values)
+
+
+def test_what_a_cache_has_not_filled_is_never_seen():
+    model = noisy(SIZES['odd'], torch.float64)
+    prefix, new = model.prefill(torch.randint(0, 37, (2, 6))), torch.randint(0, 37, (4, 5))
+    clean, dirty = KVCache(), KVCache()
+    with torch.no_grad():
+        for cache in (clean, dirty): model.extend(new[:, :2], prefix, cache)
+        for x in dirty.keys: x[:, :, 2:] = 1e3
+        for x in dirty.values: x[:, :, 2:] = 1e3
+        for step in (new[:, 2:3], new[:, 3:]):
+            assert_close(model.extend(step, prefix, dirty), model.extend(step, prefix, clean), atol=0, rtol=0)
 
 
 # ---- kinds of numbers, modes and copies
@@ -307,7 +319,7 @@ def test_other_kinds_of_numbers(dtype, tolerance):
     ids, mask, new = torch.randint(0, 37, (3, 6)), random_mask(3, 6, 'left'), torch.randint(0, 37, (6, 4))
     with torch.no_grad():
         for net in (model, reference):
-            net.cached = net.extend(new, net.prefill(ids, mask), KVCache(4))
+            net.cached = net.extend(new, net.prefill(ids, mask), KVCache())
         assert model(ids, mask).dtype == model.cached.dtype == dtype
         assert_close(model(ids, mask)[mask].float(), reference(ids, mask)[mask], atol=tolerance, rtol=0)
         assert_close(model.cached.float(), reference.cached, atol=tolerance, rtol=0)
@@ -319,7 +331,7 @@ def test_autocast_trains_and_decodes():
     with torch.autocast('cpu', torch.bfloat16):
         whole = model.extend(new, model.prefill(ids, mask))
         with torch.no_grad():
-            prefix, cache = model.prefill(ids, mask), KVCache(4)
+            prefix, cache = model.prefill(ids, mask), KVCache()
             steps = torch.cat([model.extend(new[:, t:t+1], prefix, cache) for t in range(4)], 1)
     whole.float().square().mean().backward()
     assert_close(steps.float(), whole.float(), atol=0.1, rtol=0)
@@ -330,9 +342,9 @@ def test_inference_mode_first_and_training_after():
     causal_bias.cache_clear()
     model, ids = GPT(SIZES['odd']), torch.randint(0, 37, (3, 6))
     with torch.inference_mode():
-        model.extend(ids, model.prefill(ids), KVCache(6))
+        model.extend(ids, model.prefill(ids), KVCache())
     model.extend(ids, model.prefill(ids)).sum().backward()
-    assert not causal_bias(6, 6, torch.float32, ids.device).is_inference()
+    assert not causal_bias(6, 6, 0, torch.float32, ids.device).is_inference()
 
 
 def test_a_deep_copy_is_independent():
@@ -352,7 +364,7 @@ def test_no_tensor_is_made_on_another_device_and_nothing_waits_for_one():
         model = GPT(SIZES['odd'])
         ids = torch.zeros(3, 6, dtype=torch.long)
         new, rows = torch.zeros(6, 1, dtype=torch.long), torch.zeros(4, dtype=torch.long)
-    prefix, cache = model.prefill(ids), KVCache(4)
+    prefix, cache = model.prefill(ids), KVCache()
     assert model(ids).device.type == model.extend(new.expand(6, 5), prefix).device.type == 'meta'
     with torch.no_grad():
         model.extend(new, prefix, cache)
@@ -366,7 +378,7 @@ def test_a_gpu_computes_the_same():
     prompts, mask, new, expected = grouped_case(model, 3, 4, 6, 5, 'left')
     model, prompts, mask, new = (x.cuda() for x in (model, prompts, mask, new))
     with torch.no_grad():
-        prefix, cache, rows = model.prefill(prompts, mask), KVCache(5), torch.tensor([1, 2, 11], device='cuda')
+        prefix, cache, rows = model.prefill(prompts, mask), KVCache(), torch.tensor([1, 2, 11], device='cuda')
         assert_close(model.extend(new, prefix).cpu(), expected, atol=1e-4, rtol=1e-4)
         model.extend(new[:, :3], prefix, cache)
         cache.select(rows)
@@ -393,7 +405,7 @@ def test_too_long_sequences_are_refused():
     with pytest.raises(SequenceError, match='17 tokens'):
         model.extend(torch.zeros(2, 11, dtype=torch.long), prefix)
     with torch.no_grad():
-        cache = KVCache(20)
+        cache = KVCache()
         model.extend(torch.zeros(2, 10, dtype=torch.long), prefix, cache)
         with pytest.raises(SequenceError, match='17 tokens'):
             model.extend(torch.zeros(2, 1, dtype=torch.long), prefix, cache)
@@ -412,12 +424,11 @@ def test_wrong_shapes_are_refused():
         model.extend(torch.zeros(7, 1, dtype=torch.long), model.prefill(ids))
 
 
-def test_a_full_or_foreign_cache_is_refused():
+def test_a_foreign_cache_is_refused():
     model, ids = GPT(SIZES['tiny']), torch.zeros(3, 4, dtype=torch.long)
     with torch.no_grad():
-        prefix, cache = model.prefill(ids), KVCache(2)
+        prefix, cache = model.prefill(ids), KVCache()
         model.extend(ids[:, :2], prefix, cache)
-        with pytest.raises(SequenceError, match='3 rows, 2 of 2 tokens used'):
-            model.extend(ids[:, :1], prefix, cache)
-        with pytest.raises(SequenceError, match='6 rows cannot continue 3 prompts'):
-            model.extend(torch.zeros(6, 1, dtype=torch.long), prefix, cache)
+        for rows in (2, 6):
+            with pytest.raises(SequenceError, match=f'{rows} rows cannot continue 3 prompts'):
+                model.extend(torch.zeros(rows, 1, dtype=torch.long), prefix, cache)
