@@ -28,12 +28,14 @@ from .run import FREE, Run, TrainConfig, fingerprint, model_bytes
 from .weights import load_pretrained
 
 # %% ../nbs/21_ablations.ipynb #391aef91
-#: What all cells share: a default run, made shorter, that pays whole answers.
-SHARED: dict[str, Any] = {'steps': 32, 'eval_env': 64, 'eval_samples': 2, 'save_every': 16, 'credit': 'answer'}
+#: What all cells share: a default run, made shorter.
+SHARED: dict[str, Any] = {'steps': 32, 'eval_samples': 6, 'save_every': 16}
 
 _KL = {'kl_coef': .1}
 #: Question -> name of a cell -> settings changed in it.
 STUDIES: dict[str, dict[str, dict[str, Any]]] = {
+    'credit': {
+        'whole answers': {'credit': 'answer'}},
     'replays': {
         '2 replays, equal rollouts': {'replays': 2, 'steps': 64},
         '4 replays, equal rollouts': {'replays': 4, 'steps': 128},

@@ -389,7 +389,7 @@ def paired_difference(
     if len(gaps) < 2:
         return Difference(float(gaps.sum()) if len(gaps) else math.nan, math.nan, math.nan, len(gaps))
     mean, error = float(gaps.mean()), float(gaps.std(ddof=1)/math.sqrt(len(gaps)))
-    z = mean/error if error > 0 else math.copysign(math.inf, mean) if mean else 0.
+    z = mean/error if error > 0 else math.nan    # without a spread nothing is measured
     return Difference(mean, error, z, len(gaps))
 
 # %% ../nbs/15_evaluate.ipynb #2a865d80

@@ -4,11 +4,11 @@
 
 # %% auto #0
 __all__ = ['PRECISIONS', 'COMPILE_MODES', 'logger', 'SIZES', 'OUT_OF_MEMORY', 'ALONE', 'HardwareError', 'HardwareConfig',
-           'matmul_error', 'exact_precision', 'set_allocator', 'prepare_model', 'machine_name', 'use_hardware',
-           'KeptForBackward', 'Kept', 'tensor_bytes', 'kv_cache_bytes', 'adam_bytes', 'proc_bytes', 'container_room',
-           'reset_peak', 'peak_memory', 'total_memory', 'MemoryProfile', 'is_out_of_memory', 'completes',
-           'memory_limit', 'unchanged', 'BatchSearch', 'search_batch', 'profile_lines', 'RankError', 'in_company',
-           'Ranks', 'told_to_end', 'has_own_gpu', 'torchrun']
+           'matmul_error', 'exact_precision', 'forward_operations', 'group_operations', 'product_rate', 'set_allocator',
+           'prepare_model', 'machine_name', 'use_hardware', 'KeptForBackward', 'Kept', 'tensor_bytes', 'kv_cache_bytes',
+           'adam_bytes', 'proc_bytes', 'container_room', 'reset_peak', 'peak_memory', 'total_memory', 'MemoryProfile',
+           'is_out_of_memory', 'completes', 'memory_limit', 'unchanged', 'BatchSearch', 'search_batch', 'profile_lines',
+           'RankError', 'in_company', 'Ranks', 'told_to_end', 'has_own_gpu', 'torchrun']
 
 # %% ../nbs/10_hardware.ipynb #93a7b872
 import ctypes
@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ import torch.distributed as dist
 import torch.distributed.nn.functional    # imported while a group is up, its defaults would keep that group alive
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.benchmark import Timer
 
 from .model import CACHE_BLOCK, GPT, GPTConfig
 
@@ -73,11 +75,12 @@ def matmul_error(
 ) -> float:                       # relative error of a product: float32 3e-7, TF32 about 3e-4, bfloat16 2e-3
     "What a level costs on this device; the level in force stays as it was."
     noise = torch.Generator().manual_seed(0)
-    x, weight = (torch.randn(size, size, generator=noise).to(device) for _ in range(2))
+    x, weight = (torch.randn(size, size, generator=noise) for _ in range(2))
     exact, before = F.linear(x.double(), weight.double()), torch.get_float32_matmul_precision()
     try:
         torch.set_float32_matmul_precision(precision)
-        return float((F.linear(x, weight) - exact).norm()/exact.norm())
+        product = F.linear(x.to(device), weight.to(device)).cpu()    # float64, which some devices lack, stays here
+        return float((product - exact).norm()/exact.norm())
     finally:
         torch.set_float32_matmul_precision(before)
 
@@ -87,6 +90,42 @@ def exact_precision(
 ) -> str:                         # medium or highest
     "*Medium* where its products are as exact as those of full float32, else *highest*."
     return 'medium' if matmul_error('medium', device) <= 4*matmul_error('highest', device) else 'highest'
+
+# %% ../nbs/10_hardware.ipynb #81ade823
+def forward_operations(
+    cfg: GPTConfig,  # of the model
+    tokens: int,     # that pass through the blocks
+    pairs: int,      # of a query and a key that it sees
+    scored: int,     # tokens that are scored over the vocabulary
+) -> int:            # floating point operations
+    "Multiplications and additions of one forward pass."
+    return 24*cfg.n_layer*cfg.n_embd**2*tokens + 4*cfg.n_layer*cfg.n_embd*pairs + 2*cfg.vocab_size*cfg.n_embd*scored
+
+
+def group_operations(
+    cfg: GPTConfig,   # of the model
+    prompts: Tensor,  # (B,) tokens of each prompt
+    completions: Tensor, # (N,) tokens of each completion, N a multiple of B
+) -> int:             # floating point operations
+    "What a forward pass over groups of completions cannot do without."
+    written = completions.view(len(prompts), -1)
+    pairs = (prompts**2).sum()//2 + (prompts[:, None]*written + written**2//2).sum()
+    return forward_operations(cfg, int(prompts.sum() + written.sum()), int(pairs), int(written.sum()))
+
+
+@lru_cache
+def product_rate(
+    device: torch.device, # where to multiply
+    bf16: bool,           # in bfloat16, else in float32 at the level in force
+) -> float:               # floating point operations a second
+    "What large matrix products reach on this machine, the fastest of a few; measured once a process."
+    size = 8192 if device.type == 'cuda' else 1024
+    noise = torch.Generator(device).manual_seed(0)
+    dtype = torch.bfloat16 if bf16 else torch.float32
+    x, weight = (torch.randn(size, size, device=device, generator=noise).to(dtype) for _ in range(2))
+    names = {'product': F.linear, 'x': x, 'weight': weight}
+    timer = Timer('product(x, weight)', globals=names, num_threads=torch.get_num_threads())
+    return 2*size**3/min(timer.blocked_autorange(min_run_time=.05).times)
 
 # %% ../nbs/10_hardware.ipynb #9a1efbf5
 def set_allocator(
@@ -227,13 +266,18 @@ def proc_bytes(
 
 
 def container_room() -> float: # bytes; infinite without a limit
-    "What the limit of a container leaves."
-    place = Path('/sys/fs/cgroup')
-    try:
-        limit, used = ((place/name).read_text(encoding='ascii') for name in ('memory.max', 'memory.current'))
-    except OSError:
-        return float('inf')
-    return float('inf') if limit.strip() == 'max' else max(0, int(limit) - int(used))
+    "What the limits of containers leave, each inside the next; cached files do not count, since the kernel drops them."
+    try: own = re.search(r'^0::/(.*)$', Path('/proc/self/cgroup').read_text(encoding='utf-8'), re.MULTILINE)
+    except OSError: own = None
+    rooms, root = [], Path('/sys/fs/cgroup')
+    place = root/(own[1] if own else '')
+    for group in (place, *(parent for parent in place.parents if parent.is_relative_to(root))):
+        files = (group/f'memory.{name}' for name in ('max', 'current', 'stat'))
+        try: limit, used, stat = (file.read_text(encoding='ascii') for file in files)
+        except OSError: continue
+        cached = re.search(r'^inactive_file (\d+)$', stat, re.MULTILINE)
+        if limit.strip() != 'max': rooms.append(int(limit) - int(used) + (int(cached[1]) if cached else 0))
+    return max(0, min(rooms, default=float('inf')))
 
 # %% ../nbs/10_hardware.ipynb #6f15951c
 def reset_peak(
@@ -281,7 +325,8 @@ class MemoryProfile:
 
 #: What is tried: 2 to 128 positions with 4 completions each.
 SIZES = tuple((2**power, 4) for power in range(1, 8))
-OUT_OF_MEMORY = re.compile('out of memory|not enough memory|bad_alloc|bad allocation|Cannot allocate memory')
+OUT_OF_MEMORY = re.compile("out of memory|not enough memory|bad_alloc|bad allocation|Cannot allocate memory"
+                           "|can't start new thread")
 
 
 def is_out_of_memory(
@@ -298,7 +343,7 @@ def completes(
     "Try a size."
     try:
         trial(*size)
-    except (RuntimeError, MemoryError) as error:
+    except (RuntimeError, MemoryError, OSError) as error:
         if not is_out_of_memory(error):
             raise
         return False

@@ -280,7 +280,7 @@ class KVCache:
     length: int = 0           # tokens per row so far
     n_slots: int = 0          # B*G, rows before any had ended; 0: as many as the first step brings
     rows: Tensor|None = None  # (N,) int64, which of the B*G rows are left; None: all
-    keys: list[Tensor] = field(default_factory=list)    # per layer (N, H, S, d), S >= length full blocks; 0 where unfilled
+    keys: list[Tensor] = field(default_factory=list)    # per layer (N, H, S, d), S whole blocks
     values: list[Tensor] = field(default_factory=list)  # per layer (N, H, S, d)
 
     def append(
@@ -290,7 +290,8 @@ class KVCache:
         v: Tensor,   # (N, H, T, d) their values
     ) -> tuple[Tensor, Tensor]: # (N, H, S, d) each: the layer's keys, its values
         'Write a layer of the new tokens behind the old ones; `length` moves on after the last layer.'
-        (N, H, T, d), end = k.shape, self.length+k.shape[2]
+        N, H, T, d = k.shape
+        end = self.length+T
         if layer == len(self.keys):
             self.n_slots = self.n_slots or N
             for store in (self.keys, self.values): store.append(k.new_empty(N, H, 0, d))

@@ -5,11 +5,11 @@
 # %% auto #0
 __all__ = ['Range', 'TOLERANCE', 'REWARD_METRICS', 'COMPLETION_METRICS', 'POLICY_METRICS', 'RUN_METRICS', 'METRICS', 'COLOURS',
            'INK', 'MUTED', 'FAINT', 'BLUE', 'ORANGE', 'BAND', 'LIGHT_COLOURS', 'STYLE', 'PANELS', 'logger',
-           'TABLE_COLUMNS', 'Rows', 'MetricError', 'Metric', 'registry', 'metric_for', 'range_text', 'Light',
-           'light_of', 'lights', 'overall', 'simulated_run', 'Picture', 'Panel', 'column', 'smooth', 'view_limits',
-           'dress', 'Chart', 'Curves', 'plot_curves', 'values_of', 'console_line', 'health_report', 'plain',
-           'write_atomic', 'write_json', 'metric_rows', 'read_metrics', 'read_completions', 'mend_tail', 'metrics_line',
-           'append', 'RunFolder', 'RunWriter', 'save_reward_curve']
+           'TABLE_COLUMNS', 'Rows', 'MetricError', 'Metric', 'registry', 'name_pattern', 'metric_for', 'range_text',
+           'Light', 'light_of', 'lights', 'overall', 'simulated_run', 'Picture', 'Panel', 'column', 'smooth',
+           'view_limits', 'dress', 'Chart', 'Curves', 'plot_curves', 'values_of', 'console_line', 'health_report',
+           'plain', 'write_atomic', 'write_json', 'metric_rows', 'read_metrics', 'read_completions', 'mend_tail',
+           'metrics_line', 'append', 'RunFolder', 'RunWriter', 'save_reward_curve']
 
 # %% ../nbs/14_monitor.ipynb #c87cb6a9
 import csv
@@ -98,11 +98,11 @@ POLICY_METRICS = (
     Metric('kl_loss', 'kl_coef * KL', '1', 'grpo', optional=True),
     Metric('entropy_loss', '-entropy_coef * H', '1', 'grpo', optional=True),
     Metric('kl', 'mean_t w (exp(-d) - 1 + d), or as kl_estimator says', 'nats/token', 'grpo', (0, .15), (-.01, .4),
-           'a KL cannot be negative: policy and reference are not compared on the same tokens',
+           'negative, as only estimates by kl1 may be: policy and reference are not compared on the same tokens',
            'the policy runs away from the reference: lower the learning rate or raise kl_coef'),
     Metric('kl_5pct', '5th percentile over tokens of the same', 'nats/token', 'grpo'),
     Metric('kl_95pct', '95th percentile over tokens of the same', 'nats/token', 'grpo', (0, .6), (-.01, 2),
-           'a KL cannot be negative: policy and reference are not compared on the same tokens',
+           'negative, as only estimates by kl1 may be: policy and reference are not compared on the same tokens',
            'single tokens have moved far although the mean looks well'),
     Metric('entropy', 'mean_t H, over the whole vocabulary', 'nats/token', 'grpo', (.1, 3), (.02, 6),
            'the policy hardly varies: groups of equal completions, no advantage, no learning',
@@ -142,7 +142,8 @@ RUN_METRICS = (
            'buffer', optional=True),
     Metric('perf/gen_tok_s', 'sampled tokens / sampling time', 'tokens/s', 'buffer', optional=True),
     Metric('perf/train_tok_s', 'trained tokens / update time', 'tokens/s', 'trainer', optional=True),
-    Metric('perf/mfu', 'floating point operations done / possible', 'share', 'trainer', optional=True),
+    Metric('perf/mfu', 'operations that an update needs / possible in its time at the rate of large matrix products',
+           'share', 'trainer', optional=True),
     Metric('eval/<name>', 'held-out measurement', 'various', 'evaluate', optional=True))
 
 
@@ -160,14 +161,21 @@ def registry(
 METRICS = registry(POLICY_METRICS, REWARD_METRICS, COMPLETION_METRICS, RUN_METRICS)
 
 # %% ../nbs/14_monitor.ipynb #f7fd296e
-@lru_cache(maxsize=1024)
+@lru_cache
+def name_pattern(
+    key:str, # of METRICS, perhaps with a '<part>'
+)->re.Pattern: # of the logged names that it stands for
+    """What a registered name matches."""
+    return re.compile(re.sub(r'<\w+>', '.*', re.escape(key)))
+
+
 def metric_for(
     name:str, # as logged, for example 'rewards/P_best/mean'
 )->Metric|None: # None where the registry does not know the name
     """The registry entry of a logged name."""
     if name in METRICS: return METRICS[name]
     for pattern, metric in METRICS.items():
-        if '<' in pattern and re.fullmatch(re.sub(r'<\w+>', '.*', re.escape(pattern)), name): return metric
+        if '<' in pattern and name_pattern(pattern).fullmatch(name): return metric
     return None
 
 

@@ -6,9 +6,9 @@
 __all__ = ['logger', 'SHIPPED', 'OPENINGS', 'CENTRE', 'HOME_RANK', 'PIECE_MIX', 'Sample', 'DataError', 'text_file', 'data_files',
            'lazy_lines', 'read_lines', 'warn_malformed', 'write_lines', 'shipped', 'seen_positions',
            'split_by_position', 'Position', 'opening_positions', 'development_weight', 'random_play', 'random_endgame',
-           'generate_positions', 'LabelError', 'policy_line', 'shard_of', 'Labelling', 'locked', 'cut_inputs',
-           'labelled_in', 'label_shard', 'label_worker', 'merge_shards', 'label_files', 'by_task', 'prompt_pools',
-           'Rounds', 'Blend', 'is_rare', 'env_stream', 'PromptMix']
+           'generate_positions', 'LabelError', 'policy_line', 'shard_of', 'Labelling', 'locked', 'write_plan',
+           'labelled_in', 'plan_of', 'cut_inputs', 'label_shard', 'label_worker', 'told', 'merge_shards', 'finish',
+           'label_files', 'by_task', 'prompt_pools', 'Rounds', 'Blend', 'is_rare', 'env_stream', 'PromptMix']
 
 # %% ../nbs/04_positions.ipynb #8bbc9c47
 import gzip
@@ -33,8 +33,8 @@ from typing import TextIO
 
 import chess
 
-from .rules import Candidate, Stockfish, fen_key, legal_moves, parse_board
-from .tasks import format_policy, parse_env, policy_prompt, split_line, task_of
+from .rules import PATIENCE, Candidate, EngineError, Stockfish, fen_key, legal_moves, parse_board
+from .tasks import format_policy, parse_env, parse_policy, policy_prompt, split_line, task_of
 
 # %% ../nbs/04_positions.ipynb #4ac70ac4
 @dataclass(frozen=True)
@@ -71,8 +71,11 @@ def _sample(
 ) -> Sample:  # the parsed and checked sample
     "Parse one data line, or raise a ValueError that says what is wrong with it."
     sample = Sample(*split_line(line))
-    board = parse_board(sample.fen)
-    if sample.task == 'P' and not any(board.legal_moves): raise ValueError('the position has no legal move')
+    parse_board(sample.fen)
+    if sample.task == 'P':
+        if not (legal := legal_moves(sample.fen)): raise ValueError('the position has no legal move')
+        if wrong := [move for move in parse_policy(sample.completion).moves if move not in legal]:
+            raise ValueError(f'the move {wrong[0]} is not legal in the position')
     return sample
 
 # %% ../nbs/04_positions.ipynb #f3b706e0
@@ -84,7 +87,9 @@ def text_file(
     try:
         with (gzip.open if path.suffix == '.gz' else open)(path, 'rt', encoding='utf-8-sig') as file:
             yield file
-    except (UnicodeDecodeError, gzip.BadGzipFile, EOFError, zlib.error) as error:
+    except EOFError:
+        raise DataError(f'{path} ends in the middle; fetch it again') from None
+    except (UnicodeDecodeError, gzip.BadGzipFile, zlib.error) as error:
         raise DataError(f'{path} is neither plain text nor .gz (unpack .zst first): {error}') from None
 
 
@@ -285,6 +290,8 @@ def random_endgame(
     max_pieces: int = 9,   # kings included
 ) -> chess.Board:  # a valid position, not over, either side to move
     "Two kings and a few random pieces on random squares."
+    if not 3 <= min_pieces <= max_pieces <= 32:
+        raise DataError(f'min_pieces={min_pieces} and max_pieces={max_pieces}: must be 3 to 32, the least first')
     while True:
         board = chess.Board(None)
         count = rng.randint(min_pieces, max_pieces)
@@ -394,47 +401,28 @@ class Labelling:
 # %% ../nbs/04_positions.ipynb #8abb9d83
 @contextmanager
 def locked(
-    path: Path,          # made if absent
-    wait: bool = False,  # until it is free
-) -> Iterator[bool]:     # whether this process has the lock
+    path: Path,       # made if absent
+) -> Iterator[bool]:  # whether this process has the lock
     "Hold a lock that ends with its process, however that ends."
     import fcntl
     with open(path, 'a', encoding='utf-8') as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             yield False
         else:
             yield True
 
-# %% ../nbs/04_positions.ipynb #c2d7b1dc
-def cut_inputs(
-    job: Labelling,           # begun or new
-    sources: Sequence[str],   # files of FENs, one a line, or folders of such files
-) -> None:
-    "Deal the FENs out to the shards; the plan is written last and says that all have been."
-    paths, plan = [path for source in sources for path in data_files(source)], job.folder/'plan.json'
-    facts = asdict(job) | {'stockfish_path': None, 'files': [[str(path), path.stat().st_size] for path in paths]}
-    job.folder.mkdir(exist_ok=True)
-    with locked(job.folder/'plan.lock', wait=True):
-        if plan.exists():
-            was = json.loads(plan.read_text(encoding='utf-8'))
-            if changed := [name for name in facts if was.get(name) != facts[name]]:
-                name = changed[0]
-                raise LabelError(f'{job.folder}: was begun with {name} {was.get(name)}, now {facts[name]}; go '
-                                 'on with the same, or remove the folder')
-            return
-        with ExitStack() as stack:
-            todo = [stack.enter_context(open(job.place('todo', n), 'w', encoding='utf-8')) for n in range(job.shards)]
-            for path in paths:
-                for line in stack.enter_context(text_file(path)):
-                    if fen := ' '.join(line.split()):
-                        todo[shard_of(fen, job.shards)].write(fen + '\n')
-        aside = job.folder/'plan.part'
-        aside.write_text(json.dumps(facts), encoding='utf-8')
-        os.replace(aside, plan)
 
-# %% ../nbs/04_positions.ipynb #7820378c
+def write_plan(
+    folder: Path,             # of the shards
+    facts: dict[str, object], # of `plan_of`, and at the end the totals
+) -> None:
+    "Write plan.json, whole or not at all."
+    (folder/'plan.part').write_text(json.dumps(facts), encoding='utf-8')
+    os.replace(folder/'plan.part', folder/'plan.json')
+
+
 def labelled_in(
     path: Path,  # of P: lines, perhaps cut off in the middle of one; may be absent
 ) -> set[str]:   # FENs
@@ -446,7 +434,41 @@ def labelled_in(
         file.truncate(text.rfind(b'\n') + 1)
     return {line[3:].partition('M:')[0].strip() for line in text[:text.rfind(b'\n') + 1].decode().splitlines()}
 
+# %% ../nbs/04_positions.ipynb #c2d7b1dc
+def plan_of(
+    job: Labelling,           # what decides its lines
+    paths: Sequence[Path],    # files of FENs
+    engine: str,              # name of the engine that answers
+) -> dict[str, object]:       # plain values
+    "What must be the same when a job goes on."
+    sizes = [[str(path), path.stat().st_size] for path in paths]
+    return asdict(job) | {'stockfish_path': None, 'engine': engine, 'files': sizes}
 
+
+def cut_inputs(
+    job: Labelling,           # begun or new
+    paths: Sequence[Path],    # files of FENs, one a line
+    engine: str,              # name of the engine that answers
+) -> None:
+    "Deal the FENs out to the shards; the plan is written last and says that all have been."
+    facts, plan = plan_of(job, paths, engine), job.folder/'plan.json'
+    job.folder.mkdir(exist_ok=True)
+    if plan.exists():
+        was = json.loads(plan.read_text(encoding='utf-8'))
+        if changed := [name for name in facts if was.get(name) != facts[name]]:
+            name = changed[0]
+            raise LabelError(f'{job.folder}: was begun with {name} {was.get(name)}, now {facts[name]}; go '
+                             'on with the same, or remove the folder')
+        return
+    with ExitStack() as stack:
+        todo = [stack.enter_context(open(job.place('todo', n), 'w', encoding='utf-8')) for n in range(job.shards)]
+        for path in paths:
+            with text_file(path) as file:
+                for line in file:
+                    if fen := ' '.join(line.split()): todo[shard_of(fen, job.shards)].write(fen + '\n')
+    write_plan(job.folder, facts)
+
+# %% ../nbs/04_positions.ipynb #7820378c
 def label_shard(
     job: Labelling,     # cut
     shard: int,         # its number
@@ -458,17 +480,23 @@ def label_shard(
         if not mine or job.place('done', shard).exists():
             return mine
         done, part = labelled_in(job.place('part', shard)), job.place('part', shard)
-        bad, single, fens = [], 0, job.place('todo', shard).read_text(encoding='utf-8').splitlines()
+        fens = job.place('todo', shard).read_text(encoding='utf-8').splitlines()
+        bad, failed, single, silent = [], [], 0, 0
         with open(part, 'a', encoding='utf-8', buffering=1) as file:    # a line at a time
             for fen in dict.fromkeys(fens):
                 if fen in done: continue
                 if alone(): return False
-                try: several, _ = len(legal_moves(fen)) > 1, policy_prompt(fen)    # a line needs all six fields
-                except ValueError as error: bad.append(str(error)); continue
-                single += not several
-                if several: file.write(policy_line(fen, engine.analyse(fen), job.seed, job.padded) + '\n')
+                try:
+                    several, _ = len(legal_moves(fen)) > 1, policy_prompt(fen)    # a line needs all six fields
+                    if several: file.write(policy_line(fen, engine.analyse(fen), job.seed, job.padded) + '\n')
+                    single, silent = single + (not several), 0
+                except EngineError as error:
+                    failed, silent = [*failed, str(error)], silent + 1
+                    if silent == PATIENCE: raise
+                except ValueError as error: bad.append(str(error))
             os.fsync(file.fileno())
-        note = {'lines': len(labelled_in(part)), 'single': single, 'malformed': len(bad), 'first': bad[:1]}
+        note = {'lines': len(labelled_in(part)), 'single': single, 'malformed': len(bad), 'failed': len(failed),
+                'first': [*bad[:1], *failed[:1]]}
         job.place('note', shard).write_text(json.dumps(note), encoding='utf-8')
         os.replace(part, job.place('done', shard))
         return True
@@ -497,12 +525,22 @@ def label_worker(
         sys.exit(f'labelling, process {number}: {error or "interrupted"}')
 
 # %% ../nbs/04_positions.ipynb #89b353d3
+def told(
+    folder: Path,     # of the shards, all done
+) -> dict[str, int]:  # lines, positions with fewer than two legal moves, malformed ones, those without an answer
+    "Add up what the shards note, and log the first line of each kind that was left out."
+    notes = [json.loads(path.read_text(encoding='utf-8')) for path in sorted(folder.glob('note-*'))]
+    totals = {name: sum(note[name] for note in notes) for name in ('lines', 'single', 'malformed', 'failed')}
+    if first := [reason for note in notes for reason in note['first']][:2]:
+        logger.warning('%d lines are left out: %s', totals['malformed'] + totals['failed'], '; '.join(first))
+    return totals
+
+
 def merge_shards(
     job: Labelling,     # every shard done
-) -> dict[str, int]:    # lines, positions with fewer than two legal moves, malformed ones
+) -> dict[str, int]:    # of `told`
     "Put the shards together; the output is there complete, or not at all."
-    notes = [json.loads(job.place('note', n).read_text(encoding='utf-8')) for n in range(job.shards)]
-    output = Path(job.output)
+    totals, output = told(job.folder), Path(job.output)
     aside, gone = output.with_name(f'.{output.name}.part'), Path(f'{job.folder}.done')
     with open(aside, 'wb') as file, ExitStack() as stack:
         whole = stack.enter_context(gzip.GzipFile('', 'wb', 6, file, 0)) if output.suffix == '.gz' else file
@@ -510,11 +548,20 @@ def merge_shards(
             with open(job.place('done', n), 'rb') as part: shutil.copyfileobj(part, whole)
     with open(aside, 'rb') as file: os.fsync(file.fileno())
     os.replace(aside, output)
+    write_plan(job.folder, json.loads((job.folder/'plan.json').read_text(encoding='utf-8')) | {'totals': totals})
     os.replace(job.folder, gone)
+    return finish(gone)
+
+
+def finish(
+    gone: Path,       # the folder of a job whose output is there
+) -> dict[str, int]:  # of `told`
+    "Remove the shards, the plan last: a kill in between leaves what the same command can end with."
+    totals = json.loads((gone/'plan.json').read_text(encoding='utf-8'))['totals']
+    for path in gone.iterdir():
+        if path.name != 'plan.json': path.unlink()
     shutil.rmtree(gone)
-    first = next((bad for note in notes for bad in note['first']), '')
-    if first: logger.warning('%d malformed lines are left out: %s', sum(note['malformed'] for note in notes), first)
-    return {name: sum(note[name] for note in notes) for name in ('lines', 'single', 'malformed')}
+    return totals
 
 # %% ../nbs/04_positions.ipynb #b774a02b
 def label_files(
@@ -525,21 +572,27 @@ def label_files(
     "Label files of positions; started again after a kill it goes on."
     if processes < 1:
         raise LabelError(f'--processes {processes}: must be at least 1')
-    if (gone := Path(f'{job.folder}.done')).exists():    # killed after the last step but the cleaning
-        shutil.rmtree(gone)
-        return {'lines': 0, 'single': 0, 'malformed': 0}
-    if Path(job.output).exists() and not (job.folder/'plan.json').exists():
-        raise LabelError(f'--output {job.output}: is there already; give a new file')
+    output, gone = Path(job.output), Path(f'{job.folder}.done')
+    paths = [path for source in sources for path in data_files(source)]
     with Stockfish(job.stockfish_path, nodes=job.nodes) as engine: name = engine.name    # none: before anything is made
-    cut_inputs(job, sources)
-    logger.info('Engine: %s, %d nodes a position', name, job.nodes)
-    spawn = get_context('spawn')
-    workers = [spawn.Process(target=label_worker, args=(job, n, processes)) for n in range(processes)]
-    for worker in workers: worker.start()
-    for worker in workers: worker.join()
-    if failed := [n for n in range(job.shards) if not job.place('done', n).exists()]:
-        raise LabelError(f'{len(failed)} of {job.shards} shards are not done; the same command goes on from here')
-    return merge_shards(job)
+    if (gone/'plan.json').exists() and output.exists():    # killed after the last step but the cleaning
+        was = json.loads((gone/'plan.json').read_text(encoding='utf-8'))
+        if was == plan_of(job, paths, name) | {'totals': was['totals']}: return finish(gone)
+    if output.exists() and not (job.folder/'plan.json').exists():
+        raise LabelError(f'--output {output}: is there already; give a new file')
+    shutil.rmtree(gone, ignore_errors=True)
+    job.folder.mkdir(exist_ok=True)
+    with locked(job.folder/'lock') as mine:
+        if not mine: raise LabelError(f'--output {output}: another command is at work on it')
+        cut_inputs(job, paths, name)
+        logger.info('Engine: %s, %d nodes a position', name, job.nodes)
+        spawn = get_context('spawn')
+        workers = [spawn.Process(target=label_worker, args=(job, n, processes)) for n in range(processes)]
+        for worker in workers: worker.start()
+        for worker in workers: worker.join()
+        if undone := [n for n in range(job.shards) if not job.place('done', n).exists()]:
+            raise LabelError(f'{len(undone)} of {job.shards} shards are not done; the same command goes on from here')
+        return merge_shards(job)
 
 # %% ../nbs/04_positions.ipynb #efd052a9
 def by_task(
@@ -605,7 +658,8 @@ def is_rare(
     sample: Sample,  # of task A
 ) -> bool:           # a mate, a draw or an illegal move, by its stored answer
     "Whether a flag is set at the end of an A: answer."
-    return '1' in sample.completion.split('+')[-2:]
+    answer = parse_env(sample.completion)
+    return bool(answer.terminated or answer.truncated)
 
 
 def env_stream(

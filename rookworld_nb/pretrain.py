@@ -6,11 +6,11 @@
 __all__ = ['logger', 'EMPTY', 'SQUARES', 'PROMOTIONS', 'CASTLING', 'HEADS', 'TOKEN_PATTERN', 'MAX_COUNTER', 'HEAVY', 'PIECES',
            'ENV_SHARES', 'MOST_LOOKS', 'PROMPT_TOKENS', 'BOARD_TOKENS', 'PROMPT_BOARD', 'PROMPT_MOVE', 'COUNTS',
            'ENV_DIVISOR', 'HELD_SHARDS', 'PretrainError', 'board_tokenizer', 'labelled_game', 'policy_sample',
-           'make_policy_data', 'env_sample', 'move_kind', 'illegal_move', 'cornered_king', 'bare_capture', 'find_kind',
-           'make_env_data', 'ranked', 'legal_list', 'Rows', 'pack', 'batches', 'square_slots', 'token_weights',
-           'completion_loss', 'completion_mask', 'board_init_', 'check_pretrain', 'PretrainConfig', 'batch_kinds',
-           'learning_rate', 'train', 'validate', 'make_stress', 'read_excluded', 'prepare', 'natural_env_sample',
-           'make_prompts', 'pretrain']
+           'whole_shard', 'make_policy_data', 'env_sample', 'move_kind', 'illegal_move', 'cornered_king',
+           'bare_capture', 'find_kind', 'make_env_data', 'ranked', 'legal_list', 'Rows', 'pack', 'batches',
+           'square_slots', 'token_weights', 'completion_loss', 'completion_mask', 'board_init_', 'check_pretrain',
+           'PretrainConfig', 'batch_kinds', 'learning_rate', 'train', 'validate', 'make_stress', 'read_excluded',
+           'prepare', 'natural_env_sample', 'make_prompts', 'pretrain']
 
 # %% ../nbs/11_pretrain.ipynb #2896c040
 import functools
@@ -170,6 +170,16 @@ def _same_settings(folder: Path, kind: str, **settings: float) -> None:
     os.replace(path.with_suffix('.partial'), path)
 
 
+def whole_shard(
+    path: Path,  # P: or A: lines
+) -> list[Sample]:
+    "Read a shard; a shard is complete or absent, so a bad line in it is damage."
+    samples, malformed = read_lines(path)
+    if malformed:
+        raise PretrainError('{}, line {}: {}; remove the file, and it is made again'.format(path, *malformed[0]))
+    return samples
+
+# %% ../nbs/11_pretrain.ipynb #ab80d5aa
 def _make_shards(paths: list[Path], make, processes: int) -> list[Path]:
     "Call make(number) for every shard that is not there yet, in several processes."
     missing = [number for number, path in enumerate(paths) if not path.exists()]
@@ -350,7 +360,7 @@ def _allows_en_passant(board: chess.Board, move: chess.Move) -> bool:
 def _env_shard(number: int, folder: Path, size: int, seed: int) -> None:
     "A: samples over the positions of the policy shard of the same number; a pure function of that shard and the seed."
     rng = random.Random(f'{seed} env {number}')
-    fens = [sample.fen for sample in read_lines(folder/f'policy-{number:04d}.txt')[0]]
+    fens = [sample.fen for sample in whole_shard(folder/f'policy-{number:04d}.txt')]
     kinds = list(ENV_SHARES) + ['ordinary']
     weights = list(ENV_SHARES.values()) + [1 - sum(ENV_SHARES.values())]
     drawn = rng.choices(kinds, weights, k=size)
@@ -734,9 +744,9 @@ def train(
 
 def _save_checkpoint(learner: _Learner, path: Path) -> None:
     "Write everything that continues the run, in one step; the model also as a folder that anything can load."
+    save_pretrained(learner.model, learner.tokenizer, path.parent/'model')    # first: the last checkpoint ships it
     torch.save(learner.state(), path.with_suffix('.partial'))
     os.replace(path.with_suffix('.partial'), path)
-    save_pretrained(learner.model, learner.tokenizer, path.parent/'model')
 
 
 def _load_checkpoint(path: Path, config: PretrainConfig) -> dict:
@@ -782,7 +792,7 @@ def make_stress(
     seed: int = 3,        # of the choices
 ) -> list[Sample]:  # A: samples, no position twice, none of the shards that prompts for GRPO come from
     "Rare moves alone, each kind as often as the others: what an environment is easily wrong about."
-    rng, parts = random.Random(f'{seed} stress'), [read_lines(path)[0] for path in files]
+    rng, parts = random.Random(f'{seed} stress'), [whole_shard(path) for path in files]
     taken = seen_positions(sample for place, part in enumerate(parts) if place % HELD_SHARDS < HELD_SHARDS - 2
                            for sample in part)
     fens, found = [sample.fen for part in parts[HELD_SHARDS - 2:HELD_SHARDS] for sample in part], []
@@ -831,11 +841,11 @@ def prepare(
         + make_env_data(folder/name, shards, config.env_shard, seed, config.processes)
         for name, shards, seed, mate_share in (('data', config.shards, config.seed, config.mate_share),
                                                ('prompts', HELD_SHARDS, config.seed + 1, 0.)))
-    held, rare = [sample for file in held_files for sample in read_lines(file)[0]], make_stress(held_files)
+    held, rare = [sample for file in held_files for sample in whole_shard(file)], make_stress(held_files)
     write_lines(rare, folder/'stress.txt.gz')
     known = [sample for name in SHIPPED for sample in shipped(name)]    # what any model of ours is judged on
     taken = {*excluded} | seen_positions(held + rare + known)
-    samples = [sample for file in train_files for sample in read_lines(file)[0]
+    samples = [sample for file in train_files for sample in whole_shard(file)
                if not seen_positions([sample]) & taken]
     rows, held_rows = (_rows(some, tokenizer, config.best_first) for some in (samples, held[:2000] + held[-2000:]))
     parts = {'train': rows, 'held': {kind: some.first(200) for kind, some in held_rows.items()}}
@@ -880,7 +890,7 @@ def make_prompts(
 ) -> tuple[list[Sample], list[Sample]]:  # prompts to train on, held-out samples; no position is asked about in both
     "Choose prompts and held-out samples from the shards that pre-training never saw."
     rng, folder = random.Random(f'{seed} prompts'), Path(folder)/'prompts'
-    pools = {(task, part): [sample for number in shards for sample in read_lines(folder/f'{name}-{number:04d}.txt')[0]]
+    pools = {(task, part): [sample for number in shards for sample in whole_shard(folder/f'{name}-{number:04d}.txt')]
              for task, name in (('P', 'policy'), ('A', 'env'))
              for part, shards in (('train', range(HELD_SHARDS - 2)), ('held', range(HELD_SHARDS - 2, HELD_SHARDS)))}
     n_heldout = min(n_heldout, len(pools['P', 'held'])*2//3)

@@ -222,7 +222,7 @@ def comparison(
         table = table.astype({name: float for name in ('temperature', *NUMBERS)})
     except (TypeError, ValueError) as error:
         raise ReportError(f'summary.json: the comparison is no table of numbers: {error}') from None
-    table['z'] = table['z'].mask(np.isinf(table['z']) | (table['standard_error'] == 0))    # unmeasured, not certain
+    table['z'] = table['z'].mask(np.isinf(table['z']) | (table['standard_error'] == 0))    # as runs from before said
     good = table['z']*np.where(table['metric'].isin(LOWER_IS_BETTER), -1, 1)
     table['verdict'] = np.select([good >= SIGNIFICANT, good <= -SIGNIFICANT], ['better', 'worse'], '')
     return table.iloc[sorted(range(len(table)), key=lambda i: rank(table.iloc[i]))].reset_index(drop=True)
@@ -254,6 +254,8 @@ def plot_differences(
                 rows = part[part['temperature'] == each]
                 places = [names.index(name) + .26*(i - (len(temperatures) - 1)/2) for name in rows['metric']]
                 axes.errorbar(rows['difference'], places, xerr=1.96*rows['standard_error'], fmt='o', ms=5, color=colour)
+                flat = ~(rows['standard_error'] > 0).to_numpy()    # no spread
+                axes.plot(rows['difference'][flat], np.array(places)[flat], 'o', ms=5, color=colour, mfc='white')
                 axes.text(.62 + .22*i, 1.05, temperature_name(each), color=colour, transform=axes.transAxes, fontsize=8)
             axes.axvline(0, color=MUTED, lw=1, zorder=0)
             axes.grid(axis='x', color=FAINT)
@@ -708,7 +710,8 @@ def changes_section(
     return section(
         'Before and after',
         element('p', f'Evaluated after step {step}; the log ends at step {run.done}.') if step != run.done else None,
-        element('p', note), figure_of(pictures, 'differences', 'After minus before, with 95 % intervals.'),
+        element('p', note), figure_of(
+            pictures, 'differences', 'After minus before, with 95 % intervals; hollow: no spread, so no interval.'),
         table_of(head, first) if first else None,
         element('details', more, table_of(head, rest)) if rest else None)
 

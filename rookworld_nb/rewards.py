@@ -4,13 +4,12 @@
 
 # %% auto #0
 __all__ = ['Shaping', 'ADDITIVE', 'Scaling', 'RANGES', 'POSITIVE', 'PARTS', 'SETTINGS', 'COLUMNS', 'GRADES', 'ALL_RIGHT',
-           'logger', 'PATIENCE', 'RewardConfigError', 'RewardConfig', 'check_config', 'scale_score', 'PolicyTruth',
-           'policy_format', 'candidate_gains', 'candidates_score', 'eval_gains', 'evals_score', 'best_score',
-           'env_scores', 'Judged', 'read_policy', 'read_env', 'judge_policy', 'judge_env', 'judge', 'ladder_rung',
-           'shape_reward', 'MissingTarget', 'BadTarget', 'Analyser', 'prompt_position', 'stored_truth', 'rules_truth',
-           'engine_truth', 'find_truth', 'RunningNorm', 'final_rewards', 'blend_shares', 'component_row',
-           'component_table', 'EngineSilent', 'engine_questions', 'Scores', 'PatientEngine', 'find_truths',
-           'judge_rows', 'RewardScorer']
+           'logger', 'RewardConfigError', 'RewardConfig', 'check_config', 'scale_score', 'PolicyTruth', 'policy_format',
+           'candidate_gains', 'candidates_score', 'eval_gains', 'evals_score', 'best_score', 'env_scores', 'Judged',
+           'read_policy', 'read_env', 'judge_policy', 'judge_env', 'judge', 'ladder_rung', 'shape_reward',
+           'MissingTarget', 'BadTarget', 'Analyser', 'prompt_position', 'stored_truth', 'rules_truth', 'engine_truth',
+           'find_truth', 'RunningNorm', 'final_rewards', 'blend_shares', 'component_row', 'component_table',
+           'EngineSilent', 'engine_questions', 'Scores', 'PatientEngine', 'find_truths', 'judge_rows', 'RewardScorer']
 
 # %% ../nbs/05_rewards.ipynb #b4f48dd3
 import logging
@@ -26,7 +25,7 @@ import torch
 from rapidfuzz.distance import Levenshtein
 from torch import Tensor
 
-from .rules import Candidate, EngineError, EnvStep, env_step, legal_moves, win_probability
+from .rules import PATIENCE, Candidate, EngineError, EnvStep, env_step, legal_moves, win_probability
 from .tasks import MAX_MOVES, EnvAnswer, PolicyAnswer, parse_env, parse_policy, task_of
 
 # %% ../nbs/05_rewards.ipynb #06fb0aa1
@@ -85,14 +84,18 @@ def check_config(
     cfg: RewardConfig,  # the settings to check
 ) -> None:
     """Raise RewardConfigError for the first setting that is out of range."""
-    for name in (field.name for field in fields(cfg)):
-        value = getattr(cfg, name)
+    for name, kind in ((field.name, type(field.default)) for field in fields(cfg)):
+        value, numbers = getattr(cfg, name), int if kind is int else int | float
         choices = get_args(Shaping if name == 'shaping' else Scaling if name.endswith('_scaling') else None)
         low, high = RANGES.get(name, (0., math.inf))
         if choices and value not in choices:
             raise RewardConfigError(f'{name} is {value!r}; valid: {", ".join(choices)}')
-        if not choices and not (isinstance(value, int | float) and low <= value <= high and math.isfinite(value)):
-            raise RewardConfigError(f'{name} is {value!r}; it must be a number from {low:g} to {high:g}')
+        if (kind is bool) != isinstance(value, bool):
+            what = 'True or False' if kind is bool else 'a number'
+            raise RewardConfigError(f'{name} is {value!r}; it must be {what}')
+        if not choices and not (isinstance(value, numbers) and low <= value <= high and math.isfinite(value)):
+            what = 'whole number' if kind is int else 'number'
+            raise RewardConfigError(f'{name} is {value!r}; it must be a {what} from {low:g} to {high:g}')
         if name in POSITIVE and value == 0:
             raise RewardConfigError(f'{name} is 0; it must be positive')
 
@@ -246,10 +249,10 @@ def read_policy(
 @lru_cache(maxsize=1024)
 def read_env(
     text: str,   # an A: completion, whatever it says
-) -> EnvAnswer:  # unreadable if it brings a position of its own
+) -> EnvAnswer:  # unreadable if it brings a position or a move of its own
     """Read what stands behind an environment prompt; a text that occurs again is not parsed again."""
     answer = parse_env(text)
-    return answer if answer.fen is None else EnvAnswer(clean=False)
+    return answer if answer.fen is None and answer.uci is None else EnvAnswer(clean=False)
 
 # %% ../nbs/05_rewards.ipynb #e8b30adb
 def judge_policy(
@@ -390,11 +393,12 @@ def find_truth(
     target: str | None,      # stored perfect completion, or None
     engine: Analyser | None, # asked for P: prompts without a target
 ) -> PolicyTruth | EnvStep:  # what a completion is compared with
-    """The stored target if there is one, else the rules (A) or the engine (P)."""
-    if target is not None:
-        return stored_truth(prompt, target)
+    """A: the rules, whatever is stored. P: the stored target if there is one, else the engine."""
+    stored = None if target is None else stored_truth(prompt, target)
     if task_of(prompt) == 'A':
         return rules_truth(prompt)
+    if stored is not None:
+        return stored
     if engine is None:
         raise MissingTarget(f'{prompt!r} has no stored target and there is no engine to ask; give one of the two')
     return engine_truth(prompt, engine)
@@ -479,7 +483,6 @@ def component_table(
 
 # %% ../nbs/05_rewards.ipynb #38a8ea3e
 logger = logging.getLogger(__name__)
-PATIENCE = 8  # questions in a row without an answer, over however many batches
 
 
 class EngineSilent(EngineError):

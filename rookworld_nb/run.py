@@ -822,8 +822,11 @@ def read_events(
     folder: Path,  # a run folder
 ) -> list[dict[str, Any]]:  # in order; empty where nothing was done by hand
     "What was done to a run by hand."
-    path = folder/'events.jsonl'
-    return [json.loads(line) for line in path.read_text(encoding='utf-8').splitlines()] if path.exists() else []
+    path, events = folder/'events.jsonl', []
+    for number, line in enumerate(path.read_text(encoding='utf-8').splitlines() if path.exists() else (), 1):
+        try: events.append(json.loads(line))
+        except ValueError as error: raise RunError(f'{path}, line {number}: {error}') from None
+    return events
 
 # %% ../nbs/19_run.ipynb #29eee9c2
 class Steered(Saving):

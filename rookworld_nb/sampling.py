@@ -124,7 +124,7 @@ def generate(
     mask, logprobs = torch.zeros(shape, dtype=torch.bool, device=device), torch.zeros(shape, device=device)
     with torch.autocast(device.type, enabled=False): # weights that a bf16 model converts stay converted until the end
         prefix = model.prefill(prompt_ids, prompt_mask) if len(ids) else None
-        if prefix and not prefix.last_hidden.isfinite().all():
+        if prefix and not model.logits(prefix.last_hidden).isfinite().all():
             raise SamplingError('the model computes NaN or infinity for these prompts')
         steps = decode(model, prefix, noise, temperature, end_id) if prefix else ()
         for t, (rows, tokens, chosen) in enumerate(steps):
@@ -240,6 +240,7 @@ def completion_hidden(
 ) -> Tensor:                 # (M, D) in the order of completion_ids[completion_mask]
     'For every active token the hidden state that predicts it; each prompt is computed once per group.'
     T, device = completion_ids.shape[1], completion_ids.device
+    if not completion_mask.any(): return model.wte.weight.new_empty(0, model.cfg.n_embd)
     longest = (completion_mask*torch.arange(1, T+1, device=device)).view(-1, group_size*T).amax(1)
     hidden, places = [], []
     for prompts in length_buckets(longest):
@@ -252,7 +253,6 @@ def completion_hidden(
         if t > 1: states = torch.cat([states, model.extend(completion_ids[rows, :t-1], prefix)], 1)
         hidden.append(states[active])
         places.append((rows[:, None]*T + torch.arange(t, device=device))[active])
-    if not hidden: return model.wte.weight.new_empty(0, model.cfg.n_embd)
     return hidden[0] if len(hidden) == 1 else torch.cat(hidden)[torch.cat(places).argsort()]
 
 # %% ../nbs/06_sampling.ipynb #c4323d88

@@ -457,8 +457,8 @@ class _SelfGame:
         if fen != self.board.fen() and self.exact is None:
             self.exact = len(self.plies) - 1
         self.shown = fen
-        self.end = ('unreadable' if fen is None else 'over' if self.board.is_game_over() else
-                    'limit' if len(self.plies) >= max_plies else '')
+        self.end = ('over' if self.board.is_game_over() else 'limit' if len(self.plies) >= max_plies else
+                    'unreadable' if fen is None else '')
 
 # %% ../nbs/16_suites.ipynb #6af88b25
 def self_play(
@@ -483,8 +483,8 @@ def self_play(
 def self_play_scores(
     table: pd.DataFrame, # from self_play
 ) -> pd.DataFrame:       # by 'legal' and 'exact': mean, low, high (95 %), n games, median, unfinished
-    """Half-moves per game; unfinished is the share of games that rule or limit ended: they could have gone on."""
-    unfinished = table['end'].isin(['over', 'limit']).mean()
+    """Half-moves per game; unfinished is the share of games that reached the limit: they could have gone on."""
+    unfinished = (table['end'] == 'limit').mean()
     rows = {metric: mean_interval(table[metric].to_numpy(float), shares=False) | {'median': table[metric].median(),
                                                                     'unfinished': unfinished}
             for metric in ('legal', 'exact')}
@@ -536,7 +536,10 @@ def uci_session(
             try:
                 board = uci_board(words)
             except ValueError as error:
+                board = None    # a move for an older position would be worse than none
                 yield f'info string position left out: {error}'
+        elif command == 'go' and board is None:
+            yield 'bestmove (none)'
         elif command == 'go':
             answer, legal = player([board.fen()])[0], legal_moves(board.fen())
             move = legal_choice(answer, legal, rng)[0] if legal else '(none)'

@@ -53,8 +53,8 @@ def _check_fen(fen:str)->str:
     return fen
 
 def _check_plain(name:str, text:str)->str:
-    if not isinstance(text, str) or not text or re.search(r'[\s+,]', text):
-        raise TaskFormatError(f"{name} must be text without spaces, commas or '+', not {text!r}")
+    if not isinstance(text, str) or not text or re.search(r'[\s+,]', text) or _LINE_END.search(text):
+        raise TaskFormatError(f"{name} must be text without spaces, commas, '+' or an end token, not {text!r}")
     return text
 
 def _pawns(value:float)->str:
@@ -255,7 +255,7 @@ def split_line(
     line:str,         # a P: or A: line, or an A: line whose prefix is missing
 )->tuple[str, str]:   # prompt, completion; a P: completion starts with the spaces after the FEN
     "Cut a training line where the model takes over."
-    line = line.strip()
+    line = _first_line(line)
     task, policy, env = task_of(line), parse_policy(line), parse_env(line)
     complete = policy.fen is not None and policy.has_form() if task == 'P' else env.well_formed
     try:

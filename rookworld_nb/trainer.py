@@ -6,7 +6,7 @@
 __all__ = ['SCHEDULES', 'ADAMW', 'LOSS_OPTIONS', 'logger', 'RECENT', 'TrainerConfig', 'check_config', 'lr_factor',
            'build_optimizer', 'MicroBatch', 'micro_batches', 'items_of', 'FirstUpdateError', 'likely_cause',
            'check_first_update', 'exact_token_kl', 'Critic', 'judged_by', 'critic_loss', 'Learning', 'broken_rows',
-           'accumulate_gradients', 'take_step', 'seen_by_all', 'add_gradients', 'Counts', 'Health', 'Learner',
+           'accumulate_gradients', 'take_step', 'seen_by_all', 'add_gradients', 'Counts', 'Health', 'Learner', 'speed',
            'Updater', 'Survivor', 'trainer_state', 'restore_trainer', 'Trainer']
 
 # %% ../nbs/13_trainer.ipynb #2a1b3d85
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from .buffer import Experience, RolloutBuffer, share_of, stack_rows
 from .grpo import (
     IMPORTANCE_LEVELS, LOSS_TYPES, count_items, gae, grpo_loss, place_rewards, value_loss)
-from .hardware import ALONE, Ranks
+from .hardware import ALONE, Ranks, group_operations, product_rate
 from .kl import (
     EXACT_KL, KL_ESTIMATORS, KLConfig, KLController, SettingError, check_option, exact_kl, per_token_kl)
 from .model import GPT
@@ -536,6 +536,20 @@ class Learner:
         self.proposed = True
 
 # %% ../nbs/13_trainer.ipynb #b4c5e4a6
+def speed(
+    model: GPT,              # the policy
+    experience: Experience,  # of an update
+    ranks: Ranks,            # who shared it
+    seconds: float,          # that it took
+) -> dict[str, float]:       # metrics by name
+    "How fast an update was, and how busy it kept the machine: what it needed of what was possible."
+    tokens = sum(int(part.loss_mask.sum()) for part in experience.parts)
+    rollouts = [part.rollouts for part in experience.parts]
+    needed = 3*sum(group_operations(model.cfg, r.prompt_mask.sum(1), r.completion_mask.sum(1)) for r in rollouts)
+    possible = ranks.size*product_rate(model.wte.weight.device, model.bf16)
+    return {'perf/train_tok_s': tokens/max(seconds, 1e-9), 'perf/mfu': needed/possible/max(seconds, 1e-9)}
+
+# %% ../nbs/13_trainer.ipynb #6c9e6eb4
 class Updater(Learner):
     "One optimiser step at a time: gradients, guards, AdamW, and the KL control, which acts once per collection."
     step, controlled = 0, 0               # steps so far; the newest collection that the KL control has seen
@@ -569,7 +583,7 @@ class Updater(Learner):
             self.controlled = experience.number
         return {'step': self.step} | experience.metrics() | metrics | {
             'kl_coef': kl_coef, 'grad_norm': norm, 'learning_rate': rate, **self.health.metrics(self.step),
-            'perf/train_tok_s': tokens/max(time.perf_counter() - start, 1e-9)}
+            **speed(self.model, experience, self.ranks, time.perf_counter() - start)}
 
 # %% ../nbs/13_trainer.ipynb #ea16f5d4
 class Survivor(Updater):

@@ -286,8 +286,9 @@ def test_pairs_must_match():
 
 
 def test_differences_without_information():
-    assert paired_difference(scored([[.5]]*4), scored([[.5]]*4), 'reward')[:3] == (0, 0, 0)
-    assert paired_difference(scored([[.5]]*4), scored([[.7]]*4), 'reward').z == math.inf
+    for after, mean in ((.5, 0), (.7, .2)):    # no spread: nothing is measured
+        found = paired_difference(scored([[.5]]*4), scored([[after]]*4), 'reward')
+        assert (found.mean, found.standard_error) == (pytest.approx(mean), pytest.approx(0)) and math.isnan(found.z)
     lonely = paired_difference(scored([[.5]]), scored([[.7]]), 'reward')
     assert lonely.mean == pytest.approx(.2) and math.isnan(lonely.standard_error) and lonely.n == 1
     missing = paired_difference(scored([[.5]]), scored([[math.nan]]), 'reward')

@@ -153,12 +153,22 @@ def test_adams_memory_is_two_copies_and_the_steps():
 
 
 def test_the_limit_of_a_container_counts(monkeypatch, tmp_path):
-    monkeypatch.setattr(hardware, 'Path', lambda place: tmp_path)
+    monkeypatch.setattr(hardware, 'Path', lambda place: tmp_path/place.lstrip('/'))
     assert container_room() == float('inf')
-    (tmp_path/'memory.current').write_text('300\n')
-    for limit, room in (('max\n', float('inf')), ('1000\n', 700), ('200\n', 0)):
-        (tmp_path/'memory.max').write_text(limit)
+    outer, inner = tmp_path/'sys/fs/cgroup', tmp_path/'sys/fs/cgroup/jobs/mine'
+    for place in (inner, tmp_path/'proc/self'): place.mkdir(parents=True)
+
+    def limit(place, most, used, cached=0):
+        for name, text in (('max', most), ('current', used), ('stat', f'anon 5\ninactive_file {cached}\n')): (place/f'memory.{name}').write_text(f'{text}\n')
+    for most, used, cached, room in (('max', 300, 0, float('inf')), (1000, 300, 0, 700), (1000, 900, 500, 600), (200, 300, 0, 0)):
+        limit(outer, most, used, cached)
         assert container_room() == room
+    (tmp_path/'proc/self/cgroup').write_text('0::/jobs/mine\n')
+    limit(outer, 1000, 300)
+    limit(inner, 500, 100)
+    assert container_room() == 400
+    limit(inner, 5000, 100)
+    assert container_room() == 700
 
 
 @linux
@@ -220,14 +230,16 @@ print('survived')
     done = subprocess.run([sys.executable, '-c', program], text=True, capture_output=True, timeout=120)
     assert done.stdout == 'survived\n', done.stderr
 
-    def wrong(positions, group): raise RuntimeError('shapes cannot be multiplied')
-    with pytest.raises(RuntimeError, match='shapes'):
-        search_batch(wrong)
+    for error in (RuntimeError('shapes cannot be multiplied'), FileNotFoundError('no file')):
+        def wrong(positions, group): raise error
+        with pytest.raises(type(error), match=str(error)):
+            search_batch(wrong)
 
 
 @pytest.mark.parametrize(('error', 'memory'), [
     (torch.OutOfMemoryError('CUDA out of memory. Tried to allocate'), True), (MemoryError(), True), (RuntimeError('std::bad_alloc'), True),
-    (RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 35184372088832 bytes."), True), (RuntimeError('size mismatch'), False)])
+    (RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 35184372088832 bytes."), True), (RuntimeError('size mismatch'), False),
+    (RuntimeError("can't start new thread"), True), (OSError(12, 'Cannot allocate memory'), True), (FileNotFoundError('no file'), False)])
 def test_which_errors_mean_that_memory_ran_out(error, memory):
     assert is_out_of_memory(error) == memory
 

@@ -9,6 +9,7 @@ import sys
 import time
 import tracemalloc
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import chess
@@ -16,9 +17,9 @@ import pytest
 
 from rookworld_nb import cli, positions
 from rookworld_nb.positions import (
-    DataError, Labelling, LabelError, cut_inputs, label_files, label_shard, label_worker, labelled_in, lazy_lines, locked,
+    DataError, Labelling, LabelError, cut_inputs, data_files, label_files, label_shard, label_worker, labelled_in, lazy_lines, locked,
     merge_shards, read_lines, shard_of, shipped)
-from rookworld_nb.rules import Candidate, EngineNotFound, find_stockfish, legal_moves
+from rookworld_nb.rules import PATIENCE, Candidate, EngineError, EngineNotFound, find_stockfish, legal_moves
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -55,7 +56,7 @@ def quick(monkeypatch):
     monkeypatch.setattr(positions, 'Stockfish', Engine)
 
     def in_this_process(job, sources):
-        cut_inputs(job, sources)
+        cut_inputs(job, [path for source in sources for path in data_files(source)], Engine.name)
         label_worker(job, 0, 1)
         return merge_shards(job)
     return in_this_process
@@ -73,7 +74,7 @@ def test_inputs_of_every_kind_and_positions_that_come_twice(quick, tmp_path):
     with gzip.open(tmp_path/'more'/'b.gz', 'wt') as file: file.write('\r\n'.join(fens[30:]))
     (tmp_path/'more'/'c.txt').write_text('no position\nR5k1/5ppp/8/8/8/8/8/6K1 b - - 0 1\n4k3/8/8/8/8/8/8/4K2R w K -\n4k2r/8/8/8/8/8/8/4K2R w kK - 0 1\n')
     job = Labelling(str(tmp_path/'out.txt'), shards=7, nodes=1)
-    assert quick(job, [str(tmp_path/'a.txt'), str(tmp_path/'more')]) == {'lines': 60, 'single': 1, 'malformed': 3}
+    assert quick(job, [str(tmp_path/'a.txt'), str(tmp_path/'more')]) == {'lines': 60, 'single': 1, 'malformed': 3, 'failed': 0}
     lines = (tmp_path/'out.txt').read_text().splitlines()
     assert sorted(map(fen_of, lines)) == sorted(fens) and not job.folder.exists()
     assert [shard_of(fen, 7) for fen in map(fen_of, lines)] == sorted(shard_of(fen, 7) for fen in fens)
@@ -90,7 +91,7 @@ def test_a_torn_shard_goes_on_where_it_was(quick, torn, tmp_path):
     jobs = [Labelling(str(tmp_path/name), shards=1) for name in ('whole.txt', 'torn.txt')]
     quick(jobs[0], [str(tmp_path/'in.txt')])
     whole = (tmp_path/'whole.txt').read_bytes()
-    cut_inputs(jobs[1], [str(tmp_path/'in.txt')])
+    cut_inputs(jobs[1], [tmp_path/'in.txt'], Engine.name)
     kept = b''.join(whole.splitlines(keepends=True)[:9]) + whole.splitlines()[9][:torn]
     jobs[1].place('part', 0).write_bytes(kept)
     assert len(labelled_in(jobs[1].place('part', 0))) == 9
@@ -101,7 +102,7 @@ def test_a_torn_shard_goes_on_where_it_was(quick, torn, tmp_path):
 def test_a_shard_has_one_owner(quick, tmp_path):
     (tmp_path/'in.txt').write_text('\n'.join(games(5)))
     job = Labelling(str(tmp_path/'out.txt'), shards=1)
-    cut_inputs(job, [str(tmp_path/'in.txt')])
+    cut_inputs(job, [tmp_path/'in.txt'], Engine.name)
     with locked(job.place('lock', 0)) as mine:
         assert mine and not label_shard(job, 0, Engine()) and not job.place('done', 0).exists()
     assert not label_shard(job, 0, Engine(), alone=lambda: True) and label_shard(job, 0, Engine()) and label_shard(job, 0, Engine())
@@ -137,7 +138,7 @@ def test_killed_three_times_at_any_moment(whom, tmp_path):
         if whom == 'worker' and output.exists(): break    # the other one has done it all
     if not output.exists():
         done = subprocess.run([*map(str, words)], env=os.environ | {'PYTHONPATH': str(ROOT)}, text=True, capture_output=True, timeout=300)
-        assert done.returncode == 0 and json.loads(done.stdout) == {'lines': 2000, 'single': 0, 'malformed': 0}, done.stderr
+        assert done.returncode == 0 and json.loads(done.stdout) == {'lines': 2000, 'single': 0, 'malformed': 0, 'failed': 0}, done.stderr
     counts = Counter(map(fen_of, output.read_text().splitlines()))
     assert set(counts) == set(fens) and set(counts.values()) == {1}
     samples, malformed = read_lines(output)
@@ -181,17 +182,48 @@ def test_a_program_that_is_no_engine_is_refused_before_anything_is_made(tmp_path
 
 def test_a_job_goes_on_as_it_was_begun(quick, tmp_path):
     (tmp_path/'in.txt').write_text('\n'.join(games(5)))
-    cut_inputs(Labelling(str(tmp_path/'out.txt'), nodes=50), [str(tmp_path/'in.txt')])
+    cut_inputs(Labelling(str(tmp_path/'out.txt'), nodes=50), [tmp_path/'in.txt'], Engine.name)
     for change, word in (({'nodes': 60}, 'nodes 50'), ({'nodes': 50, 'shards': 3}, 'shards 64')):
-        with pytest.raises(LabelError, match=f'was begun with {word}'): cut_inputs(Labelling(str(tmp_path/'out.txt'), **change), [str(tmp_path/'in.txt')])
+        with pytest.raises(LabelError, match=f'was begun with {word}'): cut_inputs(Labelling(str(tmp_path/'out.txt'), **change), [tmp_path/'in.txt'], Engine.name)
+    with pytest.raises(LabelError, match='begun with engine Engine, now other'): cut_inputs(Labelling(str(tmp_path/'out.txt'), nodes=50), [tmp_path/'in.txt'], 'other')
     (tmp_path/'in.txt').write_text('other')
-    with pytest.raises(LabelError, match='was begun with files'): cut_inputs(Labelling(str(tmp_path/'out.txt'), nodes=50), [str(tmp_path/'in.txt')])
+    with pytest.raises(LabelError, match='was begun with files'): cut_inputs(Labelling(str(tmp_path/'out.txt'), nodes=50), [tmp_path/'in.txt'], Engine.name)
 
 
 def test_killed_while_cleaning_up(quick, tmp_path):
-    Path(f'{tmp_path}/out.txt.shards.done').mkdir()
-    (tmp_path/'out.txt').write_text('P: whole')
-    assert label_files(Labelling(str(tmp_path/'out.txt')), ['any']) and not Path(f'{tmp_path}/out.txt.shards.done').exists()
+    (tmp_path/'in.txt').write_text('\n'.join(games(5)) + '\nnonsense\n')
+    job, gone, words = Labelling(str(tmp_path/'out.txt'), shards=2), tmp_path/'out.txt.shards.done', [str(tmp_path/'in.txt')]
+    if not os.fork():
+        Path.unlink = lambda path: os._exit(9)    # the kill
+        quick(job, words)
+    assert os.waitstatus_to_exitcode(os.wait()[1]) == 9 and gone.exists() and (tmp_path/'out.txt').exists()
+    with pytest.raises(LabelError, match='is there already'): label_files(replace(job, nodes=7), words)
+    assert label_files(job, words) == {'lines': 5, 'single': 0, 'malformed': 1, 'failed': 0} and not gone.exists()
+    with pytest.raises(LabelError, match='is there already'): label_files(job, words)
+
+
+def test_one_command_at_a_time(quick, tmp_path):
+    (tmp_path/'in.txt').write_text('\n'.join(games(5)))
+    job = Labelling(str(tmp_path/'out.txt'), shards=2)
+    job.folder.mkdir()
+    with locked(job.folder/'lock'), pytest.raises(LabelError, match='another command'): label_files(job, [str(tmp_path/'in.txt')])
+
+
+def test_a_position_that_the_engine_fails_on_is_left_out_and_counted(tmp_path):
+    fens = games(30)
+
+    class Failing(Engine):
+        def analyse(self, fen):
+            if fen in bad: raise EngineError(f'no answer to {fen}')
+            return super().analyse(fen)
+    (tmp_path/'in.txt').write_text('\n'.join(fens))
+    job, bad = Labelling(str(tmp_path/'out.txt'), shards=1), {*fens[3:3 + PATIENCE - 1], fens[20]}
+    cut_inputs(job, [tmp_path/'in.txt'], Engine.name)
+    assert label_shard(job, 0, Failing())
+    assert merge_shards(job) == {'lines': 30 - PATIENCE, 'single': 0, 'malformed': 0, 'failed': PATIENCE}
+    job, bad = Labelling(str(tmp_path/'dead.txt'), shards=1), set(fens)
+    cut_inputs(job, [tmp_path/'in.txt'], Engine.name)
+    with pytest.raises(EngineError, match='no answer'): label_shard(job, 0, Failing())
 
 
 # ---- shards are read one line at a time

@@ -432,3 +432,9 @@ def test_pictures_leave_global_state_alone(tmp_path):
     assert dict(matplotlib.rcParams) == before and png_size(path.read_bytes()) == (650, 285)
     code = 'import rookworld_nb.monitor as m, sys; m.plot_curves({"step": []}); print("matplotlib.pyplot" in sys.modules)'
     assert subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, timeout=120).stdout == 'False\n'
+
+
+def test_a_changed_range_is_in_force_at_once(monkeypatch):
+    assert light_of('kl', .3).colour == 'yellow'
+    monkeypatch.setitem(METRICS, 'kl', replace(METRICS['kl'], healthy=(0, .5), watch=(-.01, 1)))
+    assert light_of('kl', .3).colour == 'green'

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rookworld_nb.positions import (OPENINGS, SHIPPED, DataError, PromptMix, Sample, generate_positions, is_rare, opening_positions, read_lines,
+from rookworld_nb.positions import (OPENINGS, SHIPPED, DataError, PromptMix, Sample, generate_positions, is_rare, opening_positions, random_endgame, read_lines,
                                     seen_positions, shipped, split_by_position, write_lines)
 from rookworld_nb.rules import env_step, fen_key, legal_moves
 from rookworld_nb.tasks import parse_env, parse_policy
@@ -173,3 +173,21 @@ def test_a_task_without_samples_is_refused():
     with pytest.raises(DataError, match='A: prompts'):
         PromptMix(pool(3, 0), mix_env_ratio=.2)
     assert all(s.task == 'P' for s in next(PromptMix(pool(3, 0), mix_env_ratio=0.)))
+
+
+def test_what_no_policy_line_may_say():
+    good = next(sample for sample in shipped('heldout') if sample.task == 'P')
+    bad = good.line.replace(good.completion.split()[1], 'a1h8')
+    samples, malformed = read_lines([good.line, bad, good.line + '<|endoftext|> and more'])
+    assert [sample.line for sample in samples] == [good.line]*2 and malformed == [(2, 'the move a1h8 is not legal in the position')]
+
+
+@pytest.mark.parametrize('pieces', [(2, 9), (9, 3), (3, 33)])
+def test_an_impossible_endgame_is_refused(pieces):
+    with pytest.raises(DataError, match=f'min_pieces={pieces[0]} and max_pieces={pieces[1]}'): random_endgame(random.Random(0), *pieces)
+
+
+def test_a_file_that_ends_in_the_middle_is_told_apart(tmp_path):
+    whole = gzip.compress('\n'.join(sample.line for sample in shipped('heldout')[:50]).encode())
+    (tmp_path/'cut.gz').write_bytes(whole[:-200])
+    with pytest.raises(DataError, match='cut.gz ends in the middle'): read_lines(tmp_path/'cut.gz')

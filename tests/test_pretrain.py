@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rookworld_nb.positions import Sample, generate_positions, read_lines, shipped, write_lines
 from rookworld_nb.pretrain import (ENV_SHARES, PROMPT_TOKENS, PretrainConfig, PretrainError, Rows, batches, board_tokenizer,
                                    completion_loss, completion_mask, env_sample, find_kind, illegal_move, legal_list, make_env_data,
-                                   make_policy_data, make_stress, move_kind, pack, ranked, read_excluded, square_slots, token_weights, train)
+                                   make_policy_data, make_stress, move_kind, pack, ranked, read_excluded, square_slots, token_weights, train, whole_shard)
 from rookworld_nb.model import GPT, GPTConfig
 from rookworld_nb.rules import env_step, legal_moves
 from rookworld_nb.tasks import parse_env, parse_policy
@@ -221,3 +221,9 @@ def test_bad_settings_name_their_flag(name):
 
 def test_samples_of_the_prompts_are_lines_of_both_tasks():
     assert {Sample(*legal_list(FENS[0])).task} == {'P'}
+
+
+def test_a_damaged_shard_is_named(tmp_path):
+    good = shipped('heldout')[0].line
+    (tmp_path/'policy-0000.txt').write_text(f'{good}\n{good[:40]}\n')
+    with pytest.raises(PretrainError, match='policy-0000.txt, line 2'): whole_shard(tmp_path/'policy-0000.txt')

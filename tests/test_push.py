@@ -1,9 +1,11 @@
 "`rookworld push`: exactly what would be sent, nothing else, in one commit; and what is missing is said."
 import hashlib
+import json
 import re
 import sys
 
 import pytest
+from safetensors.torch import save_file
 
 from rookworld_nb import cli, weights
 from rookworld_nb.weights import HubError, load_pretrained, push, push_lines, push_list, save_pretrained
@@ -110,3 +112,19 @@ def test_the_real_client_takes_the_list(monkeypatch):
     assert push(files, 'me/nano') == 'url' and [operation.path_in_repo for operation in taken] == list(files)
     assert [operation.upload_info.size for operation in taken] == [len(what) if isinstance(what, bytes) else what.stat().st_size for what in files.values()]
     assert len(push_lines(files)) == 7
+
+
+def test_only_what_was_loaded_is_sent(tmp_path):
+    model, tokenizer = load_pretrained('nano')
+    folder = save_pretrained(model, tokenizer, tmp_path/'model')
+    for name in ('model_old.safetensors', 'model-00001-of-00002.safetensors', 'model.safetensors.index.json', 'vocab.json', 'trainer.pt'):
+        (folder/name).write_bytes(b'stale')
+    assert set(push_list(folder, 'me/nano')) == MODEL | {'README.md'}
+    tensors = weights.load_tensors(folder)
+    (folder/'model.safetensors').unlink()
+    halves = {'model-00001-of-00002.safetensors': {}, 'model-00002-of-00002.safetensors': {}}
+    for i, (name, tensor) in enumerate(tensors.items()): halves[[*halves][i % 2]][name] = tensor
+    for name, part in halves.items(): save_file(part, folder/name, metadata={'format': 'pt'})
+    index = {'weight_map': {name: shard for shard, part in halves.items() for name in part}}
+    (folder/'model.safetensors.index.json').write_text(json.dumps(index))
+    assert set(push_list(folder, 'me/nano')) == MODEL - {'model.safetensors'} | {*halves, 'model.safetensors.index.json', 'README.md'}

@@ -522,3 +522,24 @@ def test_who_is_examined_does_not_use_up_the_patience_of_the_run():
     assert scorer.for_evaluation()([samples[7].prompt], ['']).components['raw'].isna().all()
     with pytest.raises(EngineSilent):
         scorer([samples[7].prompt], [''])
+
+
+def test_the_rules_judge_env_answers_whatever_is_stored():
+    """Public data call a rook's leap a fine move, and spell en-passant squares that nobody can use."""
+    leap = env_prompt(chess.STARTING_FEN, 'a1e7')
+    stored = 'rnbqkbnr/ppppRppp/8/8/8/8/PPPPPPPP/1NBQKBNR b Kkq - 0 1+0.001+0+0'
+    right = f'{chess.STARTING_FEN}+-1.0+0+1'
+    paid = RewardScorer()([leap, leap], [stored, right], [stored, stored]).rewards
+    assert paid[1] == 1 > paid[0]
+    with pytest.raises(BadTarget): RewardScorer()([leap], [right], ['no answer'])
+
+
+@pytest.mark.parametrize('setting', [{'normalize': .5}, {'normalize': 1}, {'reward_warmup_steps': 2.5}, {'penalty': False}, {'best_weight': '4'}])
+def test_a_setting_of_another_kind_is_refused(setting):
+    with pytest.raises(RewardConfigError, match=f'{next(iter(setting))} is {next(iter(setting.values()))!r}'): RewardConfig(**setting)
+
+
+def test_an_env_answer_that_restates_a_move_is_unreadable():
+    prompt, answer = split_line(format_env(chess.STARTING_FEN, 'e2e4', None, *env_step(chess.STARTING_FEN, 'e2e4')))
+    scorer = RewardScorer()
+    assert float(scorer([prompt], [f'x+y+z+{answer}']).rewards[0]) == float(scorer([prompt], ['']).rewards[0]) < float(scorer([prompt], [answer]).rewards[0])

@@ -246,6 +246,7 @@ def test_illegal_moves_change_nothing(kind):
         ('8/P7/8/8/8/8/k7/4K3 w - - 0 1', 'a7a8k'),  # promotes to a king
         ('8/P7/8/8/8/8/k7/4K3 w - - 0 1', 'a7a8Q'),  # capital letter
         ('4k3/8/8/8/3pP3/8/8/4K3 b - - 0 1', 'd4e3'),  # en passant one move late
+        ('4k3/8/8/8/3p4/8/8/4K3 b - e3 0 1', 'd4e3'),  # en passant where no pawn stands
         ('R6k/8/6K1/8/8/8/8/8 b - - 1 1', 'h8h7'),  # after mate
     ],
 )

@@ -188,7 +188,7 @@ RATE = BY_SIZE['small']['lr']
 TINY = TrainConfig(steps=6, replays=2, batch_positions=3, group_size=3, minibatch_positions=2, buffer_capacity=2, mix_env_ratio=.4, eval_policy=0, eval_env=0,
                    save_every=2, warmup_steps=2, max_new_tokens=20, baseline_type='ema', kl_control='adaptive', normalize_rewards=True,
                    reward_warmup_steps=4, device='cpu')
-TIMED = {'time', 'step_time', 'perf/gen_tok_s', 'perf/train_tok_s'}
+TIMED = {'time', 'step_time', 'perf/gen_tok_s', 'perf/train_tok_s', 'perf/mfu'}
 
 
 def rows_of(folder):
@@ -559,8 +559,10 @@ def test_a_resumed_run_has_the_levers_and_only_the_events_that_it_knows(steered,
     assert [event['event'] for event in read_events(copy)] == ['kl_coef', 'lr_scale', 'checkpoint']
 
 
-def test_a_run_that_nobody_touched_has_no_events(finished):
+def test_a_run_that_nobody_touched_has_no_events(finished, tmp_path):
     assert not (finished[1]/'events.jsonl').exists() and read_events(finished[1]) == []
+    (tmp_path/'events.jsonl').write_text('{"step": 1}\n{torn')
+    with pytest.raises(RunError, match='events.jsonl, line 2'): read_events(tmp_path)
 
 
 @pytest.mark.parametrize('wish, value, said', [

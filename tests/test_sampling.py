@@ -1,6 +1,7 @@
 """Sampling and scoring: padding, caching, stopping, frequencies, determinism, refusals."""
 import copy
 import dataclasses
+import math
 from unittest import mock
 
 import pytest
@@ -15,6 +16,7 @@ from rookworld_nb import sampling
 from rookworld_nb.model import GPT, GPTConfig
 from rookworld_nb.sampling import (PromptLengthError, SamplingError, completion_hidden, completion_logprobs, draw,
                                    encode_prompts, generate, length_buckets, sample)
+from rookworld_nb.weights import load_pretrained
 
 WORDS = ['<|endoftext|>', *'abcdefghijklmnopqrstuvw']
 END = 0
@@ -426,3 +428,16 @@ def test_in_bfloat16_each_weight_is_converted_once(model, tokenizer):
     with Conversions() as conversions: rollouts = sample(model, tokenizer, PROMPTS, 2, 8, 1., seeded())
     assert rollouts.completion_ids.shape[1] > 2 and conversions.count == 4*model.cfg.n_layer
     assert not torch.is_autocast_enabled('cpu') and rollouts.logprobs.dtype == torch.float32
+
+
+@pytest.mark.parametrize('temperature', [0, 1.])
+def test_a_vocabulary_with_nan_is_refused(temperature):
+    model, tokenizer = load_pretrained('nano')
+    with torch.no_grad(): model.wte.weight[5] = math.nan
+    with pytest.raises(SamplingError, match='NaN or infinity'): sample(model, tokenizer, ['P: 8/8/8/8/8/8/8/8 w - - 0 1'], 2, 4, temperature)
+
+
+def test_nothing_sampled_has_no_hidden_states():
+    model, tokenizer = load_pretrained('nano')
+    none = sample(model, tokenizer, ['P: a', 'P: b'], 3, 4, 1., share=slice(0, 0))
+    assert completion_logprobs(model, none.prompt_ids, none.prompt_mask, none.completion_ids, 3, 1., none.completion_mask)[0].shape == (0, 0)

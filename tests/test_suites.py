@@ -22,7 +22,7 @@ from rookworld_nb.suites import (LONGEST, Puzzle, Question, SuiteError, bigbench
                                  legal_choice, level_options, lichess_puzzle, match_elo, match_scores, mate_puzzles,
                                  mating_moves, mean_interval, model_player, model_world, parse_puzzles, pass_at_k, play_match,
                                  read_puzzles, rules_world, self_play, self_play_scores, shipped_puzzles, solve,
-                                 stands_out, stockfish_opponent, suite_format, suite_scores, tactic_puzzles, to_epd)
+                                 stands_out, stockfish_opponent, suite_format, suite_scores, tactic_puzzles, to_epd, uci_session)
 from rookworld_nb.tasks import PolicyAnswer, is_fen, parse_env, parse_policy
 from rookworld_nb.weights import load_pretrained
 
@@ -442,6 +442,9 @@ def test_the_player_sees_its_own_world_and_the_rules_judge():
     game = self_play(scripted('e2e4'), lambda steps: [None], [START]).iloc[0]
     assert (game['legal'], game['exact'], game['end']) == (1, 0, 'unreadable')
     assert self_play(answering(lambda fen: None), rules_world, [START]).iloc[0]['legal'] == 0
+    mate = '6k1/5ppp/8/8/8/8/8/4R2K w - - 0 1'
+    game = self_play(scripted('e1e8'), lambda steps: [None], [mate]).iloc[0]    # ended by the rules, whatever the world says of it
+    assert (game['legal'], game['exact'], game['end']) == (1, 0, 'over')
 
 
 def test_games_do_not_touch_each_other():
@@ -453,7 +456,7 @@ def test_games_do_not_touch_each_other():
 
 
 def test_self_play_scores_by_hand():
-    table = pd.DataFrame({'legal': [2, 4, 12], 'exact': [1, 4, 4], 'end': ['illegal', 'limit', 'unreadable']})
+    table = pd.DataFrame({'legal': [2, 4, 12], 'exact': [1, 4, 4], 'end': ['over', 'limit', 'unreadable']})
     scores = self_play_scores(table)
     assert scores.loc['legal', 'mean'] == 6 and scores.loc['legal', 'median'] == 4 and scores.loc['exact', 'mean'] == 3
     assert scores['unfinished'].tolist() == pytest.approx([1/3, 1/3]) and scores.loc['legal', 'low'] < 6 < scores.loc['legal', 'high']
@@ -628,3 +631,10 @@ def test_no_torch_state_is_left_behind(nano):
     before = torch.get_rng_state()
     model_player(*nano, temperature=1.)([START])
     assert torch.equal(before, torch.get_rng_state())
+
+
+def test_after_a_position_that_cannot_be_no_move_is_named():
+    player = answering(lambda fen: 'e2e4')
+    said = list(uci_session(['position startpos', 'go', 'position fen nonsense', 'go', 'position startpos', 'go', 'quit'], player))
+    moves = [line for line in said if line.startswith('bestmove')]
+    assert moves == ['bestmove e2e4', 'bestmove (none)', 'bestmove e2e4'] and sum('position left out' in line for line in said) == 1

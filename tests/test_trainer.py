@@ -11,13 +11,14 @@ from torch.testing import assert_close
 
 from rookworld_nb.buffer import BufferConfig, Collector, CollectorConfig, CountingTask, RolloutBuffer, counting_policy
 from rookworld_nb.grpo import grpo_loss
+from rookworld_nb.hardware import ALONE
 from rookworld_nb.kl import KLConfig, SettingError
 from rookworld_nb.model import GPT
 from rookworld_nb.positions import PromptMix, Sample
 from rookworld_nb.rewards import Scores
 from rookworld_nb.sampling import completion_logprobs
 from rookworld_nb.trainer import (RECENT, Critic, FirstUpdateError, Health, Learning, Trainer, TrainerConfig, accumulate_gradients, build_optimizer,
-                                  check_first_update, items_of, lr_factor, micro_batches, restore_trainer, trainer_state)
+                                  check_first_update, items_of, lr_factor, micro_batches, restore_trainer, speed, trainer_state)
 
 TASK = CountingTask()
 G = 4
@@ -188,7 +189,7 @@ def test_the_update_is_the_same_whatever_the_pieces(base, loss_type, importance_
         found.append((weights(trainer.model), rows[-1]))
     for parameters, row in found[1:]:
         assert_close(parameters, found[0][0], rtol=1e-7, atol=1e-9)
-        for name in set(row) - {'step_time', 'perf/train_tok_s'}:
+        for name in set(row) - {'step_time', 'perf/train_tok_s', 'perf/mfu'}:
             assert row[name] == pytest.approx(found[0][1][name], rel=1e-5, abs=1e-7), name
 
 
@@ -323,7 +324,7 @@ def test_metrics_against_a_plain_forward_pass(model):
 
 NAMES = ('step loss reward reward_std frac_reward_zero_std kl kl_95pct kl_coef entropy clip_ratio/low_mean clip_ratio/high_mean '
          'clip_ratio/region_mean ratio_max completions/mean_length completions/clipped_ratio grad_norm learning_rate num_tokens '
-         'step_time skipped_updates perf/gen_tok_s perf/train_tok_s rewards/P_format/mean rewards/A_right/std').split()
+         'step_time skipped_updates perf/gen_tok_s perf/train_tok_s perf/mfu rewards/P_format/mean rewards/A_right/std').split()
 
 
 def test_rows_have_the_usual_names_and_are_plain_finite_numbers(model):
@@ -331,6 +332,21 @@ def test_rows_have_the_usual_names_and_are_plain_finite_numbers(model):
     assert not set(NAMES) - set(rows[0]) and all(set(row) == set(rows[0]) for row in rows)
     assert all(type(value) in (int, float) and math.isfinite(value) for row in rows for value in row.values())
     json.dumps(rows, allow_nan=False)
+
+
+def test_utilisation_is_what_an_update_needs_of_what_was_possible(model, monkeypatch):
+    experience, cfg = next(collector(model)), model.cfg
+    monkeypatch.setattr('rookworld_nb.trainer.product_rate', lambda device, bf16: 1e6)
+    needed = tokens = 0
+    for rollouts in (part.rollouts for part in experience.parts):
+        for b, prompt in enumerate(rollouts.prompt_mask.sum(1).tolist()):
+            written = rollouts.completion_mask.view(-1, G, rollouts.completion_mask.shape[1])[b].sum(1).tolist()
+            weights = 12*cfg.n_embd**2*cfg.n_layer
+            needed += 2*weights*(prompt + sum(written)) + 2*cfg.vocab_size*cfg.n_embd*sum(written)
+            needed += 4*cfg.n_layer*cfg.n_embd*(prompt**2//2 + sum(prompt*n + n**2//2 for n in written))
+            tokens += sum(written)
+    assert speed(model, experience, ALONE, 2.) == pytest.approx({'perf/train_tok_s': tokens/2, 'perf/mfu': 3*needed/2e6})
+    assert speed(model, experience, replace(ALONE, size=4), 2.)['perf/mfu'] == pytest.approx(3*needed/8e6)
 
 
 def test_step_time_holds_the_sampling_but_not_the_listener(model, monkeypatch):
@@ -787,7 +803,7 @@ def test_a_restored_trainer_goes_on_as_the_first_would_have(base, options, tmp_p
     steps(first, experiences[:3], 3)
     first.health.lr_scale, first.health.recoveries = .5, 1
     torch.save([trainer_state(first), first.model.state_dict()], tmp_path/'state.pt')
-    expected = [{name: value for name, value in row.items() if name not in ('step_time', 'perf/train_tok_s')} for row in steps(first, experiences[3:], 3)]
+    expected = [{name: value for name, value in row.items() if name not in ('step_time', 'perf/train_tok_s', 'perf/mfu')} for row in steps(first, experiences[3:], 3)]
     state, parameters = torch.load(tmp_path/'state.pt', weights_only=True)
     second = Trainer(copy.deepcopy(base), first.config)
     second.model.load_state_dict(parameters)

@@ -574,3 +574,24 @@ def test_loading_imports_no_compiler():
     script = ("import sys; from rookworld_nb.weights import load_pretrained; load_pretrained('nano');"
               "sys.exit('torch._dynamo' in sys.modules)")
     assert subprocess.run([sys.executable, '-c', script]).returncode == 0
+
+
+def test_a_folder_may_be_called_nano(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv('HOME', str(tmp_path/'home'))
+    model, tokenizer = load_pretrained('nano')
+    with torch.no_grad(): model.wte.weight.zero_()
+    save_pretrained(model, tokenizer, 'nano')
+    assert not load_pretrained(Path('nano'))[0].wte.weight.any() and load_pretrained('nano')[0].wte.weight.any()
+    assert save_pretrained(model, tokenizer, '~/there') == tmp_path/'home'/'there' and not load_pretrained('~/there')[0].wte.weight.any()
+    (tmp_path/'here').mkdir()
+    monkeypatch.chdir(tmp_path/'here')
+    assert save_pretrained(model, tokenizer, '.') == tmp_path/'here' and (tmp_path/'here'/'model.safetensors').exists()
+
+
+def test_what_a_type_cannot_hold_is_not_written(tmp_path):
+    model, tokenizer = load_pretrained('nano')
+    with torch.no_grad(): model.h[0].mlp.c_fc.weight[0, 0] = 7e4
+    with pytest.raises(ModelFileError, match='h.0.mlp.c_fc.weight holds NaN or infinity as torch.float16'): save_pretrained(model, tokenizer, tmp_path/'half', torch.float16)
+    assert not any(tmp_path.iterdir())
+    save_pretrained(model, tokenizer, tmp_path/'half', torch.bfloat16)
