@@ -336,7 +336,7 @@ model, tokenizer = load_pretrained('{repo_id}')
 ```
 """
 
-
+# %% ../nbs/01_weights.ipynb #7909b852
 class HubError(ValueError):
     'A push that cannot be made; the message says what is missing.'
 
