@@ -222,10 +222,14 @@ def read_settings(
 ) -> dict[str, Any]:  # name -> value, for what was typed or stands in the file
     "Parse the words, then the file below them."
     typed, unknown = parser.parse_known_args(list(words))
-    if unknown:
+    if unknown and unknown[0].startswith('-'):
         known = [flag.word for flag in flags.values() if not flag.many] + ['--config', '--help']
-        what = 'flag' if unknown[0].startswith('-') else 'argument'
-        raise UsageError(no_such(what, unknown[0].partition('=')[0], known))
+        raise UsageError(no_such('flag', unknown[0].partition('=')[0], known))
+    if unknown:
+        before = ['', *words][[*words].index(unknown[0])]
+        switch = any(before == flag.word for flag in flags.values() if flag.kind is bool)
+        raise UsageError(f'{before} takes no value, least of all {unknown[0]!r}' if switch else
+                         f'{unknown[0]!r} belongs to no flag; --help lists the flags')
     typed = vars(typed)
     path = typed.pop('config', None)
     texts = {name: (flags[name].word, text) for name, text in typed.items()}
@@ -797,7 +801,12 @@ def run_command(
     chosen = {target: {flag: values[flag] for flag in source if flag in values} for target, source in sources.items()}
     own = chosen[command.run]
     many = [word for name in list(own) if flags[name].many for word in own.pop(name)]
-    command.run(*many, **own, **{parameter: chosen[cls] for parameter, cls in configs.items()})
+    try:
+        command.run(*many, **own, **{parameter: chosen[cls] for parameter, cls in configs.items()})
+    except ValueError as error:
+        setting, equals, rest = str(error).partition('=')
+        if not equals or setting not in flags or not is_input_error(error): raise
+        raise UsageError(f'{flags[setting].word} {rest}') from error    # a part knows its settings, not their flags
 
 # %% ../nbs/23_cli.ipynb #629bfe06
 def overview() -> str:  # several lines
