@@ -255,7 +255,8 @@ def plot_differences(
                 places = [names.index(name) + .26*(i - (len(temperatures) - 1)/2) for name in rows['metric']]
                 axes.errorbar(rows['difference'], places, xerr=1.96*rows['standard_error'], fmt='o', ms=5, color=colour)
                 flat = ~(rows['standard_error'] > 0).to_numpy()    # no spread
-                axes.plot(rows['difference'][flat], np.array(places)[flat], 'o', ms=5, color=colour, mfc='white')
+                hollow = {'ms': 5, 'color': colour, 'mfc': 'white', 'zorder': 3}
+                axes.plot(rows['difference'][flat], np.array(places)[flat], 'o', **hollow)
                 axes.text(.62 + .22*i, 1.05, temperature_name(each), color=colour, transform=axes.transAxes, fontsize=8)
             axes.axvline(0, color=MUTED, lw=1, zorder=0)
             axes.grid(axis='x', color=FAINT)
