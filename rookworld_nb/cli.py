@@ -16,13 +16,13 @@ import argparse
 import ast
 import dataclasses
 import difflib
-import importlib
 import inspect
 import io
 import json
 import logging
 import math
 import os
+import pkgutil
 import sys
 import textwrap
 import tokenize
@@ -776,10 +776,8 @@ COMMANDS = {
     'score': Command(score, {'rewards': 'rookworld_nb.rewards:RewardConfig'}),
     'label': Command(label),
     'positions': Command(positions),
-    'uci': Command(uci),
-    'report': Command(report),
-    'ablate': Command(ablate),
-    'batch-size': Command(batch_size),
+    'uci': Command(uci), 'report': Command(report),
+    'ablate': Command(ablate), 'batch-size': Command(batch_size),
     'search': Command(search, {'config': 'rookworld_nb.run:TrainConfig'}),
     'push': Command(push),
     'pretrain': Command(pretrain, {'config': 'rookworld_nb.pretrain:PretrainConfig'}),
@@ -791,10 +789,8 @@ def run_command(
     words: Sequence[str],  # what follows it
 ) -> None:
     "Build the flags, read them, call the function."
-    command, configs = COMMANDS[name], {}
-    for parameter, place in command.configs.items():
-        module, _, cls = place.partition(':')
-        configs[parameter] = getattr(importlib.import_module(module), cls)
+    command = COMMANDS[name]
+    configs = {parameter: pkgutil.resolve_name(place) for parameter, place in command.configs.items()}
     sources = {target: flags_of(target) for target in (command.run, *configs.values())}
     flags = {flag: value for source in sources.values() for flag, value in source.items()}
     values = read_settings(parser_of(name, command.run.__doc__, flags), flags, words)
