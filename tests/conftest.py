@@ -1,6 +1,7 @@
 """What several files of tests share. Properties are tried on the same examples in every run, so that a red light means a change;
 `pytest --hypothesis-profile=default` looks for new ones."""
 import pytest
+import torch
 from hypothesis import settings
 
 from rookworld_nb.positions import by_task, shipped, write_lines
@@ -15,3 +16,10 @@ def lines(tmp_path_factory) -> str:
     path, pools = tmp_path_factory.mktemp('lines')/'lines.txt', by_task(shipped('heldout'))
     write_lines(pools['P'][-24:] + pools['A'][-8:], path)
     return str(path)
+
+
+@pytest.fixture(autouse=True)
+def level_of_float32():
+    "A run sets the level of float32 products for its process, on some machines to another than torch's own: not for the next test."
+    yield
+    torch.set_float32_matmul_precision('highest')
