@@ -101,10 +101,9 @@ def matmul_rate(bf16: bool) -> float:
 
 def floor_seconds(work: Work, prompt_tokens: int, completion_tokens: int, bf16: bool, part: str) -> float:
     "Time of the matrix products that nobody can leave out."
-    from rookworld_nb.weights import load_pretrained
-    model, _ = load_pretrained(work.folder)
-    inside, head = sum(p.numel() for p in model.h.parameters() if p.ndim == 2), model.wte.weight.numel()
-    forward = 2*(inside*(prompt_tokens + completion_tokens) + head*completion_tokens)
+    from rookworld_nb.hardware import forward_operations
+    from rookworld_nb.weights import load_config
+    forward = forward_operations(load_config(work.folder), prompt_tokens + completion_tokens, 0, completion_tokens)
     return forward*{'generation': 1, 'step': 5}[part]/matmul_rate(bf16)
 
 
