@@ -9,8 +9,8 @@ __all__ = ['logger', 'EMPTY', 'SQUARES', 'PROMOTIONS', 'CASTLING', 'HEADS', 'TOK
            'whole_shard', 'make_policy_data', 'env_sample', 'move_kind', 'illegal_move', 'cornered_king',
            'bare_capture', 'find_kind', 'make_env_data', 'ranked', 'legal_list', 'Rows', 'pack', 'batches',
            'square_slots', 'token_weights', 'completion_loss', 'completion_mask', 'board_init_', 'check_pretrain',
-           'PretrainConfig', 'batch_kinds', 'learning_rate', 'train', 'validate', 'make_stress', 'read_excluded',
-           'prepare', 'natural_env_sample', 'make_prompts', 'pretrain']
+           'PretrainConfig', 'batch_kinds', 'learning_rate', 'first_model', 'train', 'validate', 'make_stress',
+           'read_excluded', 'prepare', 'natural_env_sample', 'make_prompts', 'pretrain']
 
 # %% ../nbs/11_pretrain.ipynb #2896c040
 import functools
@@ -623,7 +623,8 @@ class PretrainConfig:
     best_first: bool = True    # P: rows name their moves from best to worst; off: in the random order of the lines
     bf16: bool = False         # multiply matrices in bfloat16: twice as fast on a processor made for it
     exclude: str | None = None  # file of FENs, one a line: positions that must not be learned from
-    seed: int = 0              # of data, order and weights
+    model: str | None = None   # start from its weights: nano, or a folder; none: from random ones
+    seed: int = 0              # of data, order and random weights
     processes: int = 2         # workers that make data
     threads: int = 2           # threads that train
     save_every: int = 250      # steps between checkpoints
@@ -652,14 +653,30 @@ def learning_rate(
     return config.lr*min(1., (step + 1)/config.warmup_steps)*(.02 + .98*fall)
 
 # %% ../nbs/11_pretrain.ipynb #3fe4b8a7
+def first_model(
+    config: PretrainConfig,  # shape, seed, model
+    tokenizer: Tokenizer,    # nano's
+) -> GPT:  # before the first step; PretrainError where the model to start from has another shape or other words
+    "Random weights with a sense of the board, or those of another model."
+    shape = GPTConfig(config.n_layer, config.n_head, config.n_embd, tokenizer.get_vocab_size(), 256)
+    if config.model is None:
+        torch.manual_seed(config.seed)
+        board_init_(model := GPT(shape), tokenizer, config.seed)
+        return model
+    model, words = load_pretrained(config.model)
+    if model.cfg != shape:
+        raise PretrainError(f'--model {config.model} is a {model.cfg}, and this run trains a {shape}')
+    if words.get_vocab() != tokenizer.get_vocab():
+        raise PretrainError(f'--model {config.model} has other words than the tokenizer of this run')
+    return model
+
+# %% ../nbs/11_pretrain.ipynb #93615ef5
 class _Learner:
     "Model, optimisers and data cursors of a pre-training, saved and restored together."
 
     def __init__(self, config: PretrainConfig, rows: dict[str, Rows], tokenizer: Tokenizer):
         self.config, self.rows, self.tokenizer, self.end = config, rows, tokenizer, end_token_id(tokenizer)
-        torch.manual_seed(config.seed)
-        self.model = GPT(GPTConfig(config.n_layer, config.n_head, config.n_embd, tokenizer.get_vocab_size(), 256))
-        board_init_(self.model, tokenizer, config.seed)
+        self.model = first_model(config, tokenizer)
         matrices = [p for p in self.model.h.parameters() if p.ndim == 2]
         others = [p for p in self.model.parameters() if not any(p is m for m in matrices)]
         self.optimisers = [
@@ -754,7 +771,7 @@ def _load_checkpoint(path: Path, config: PretrainConfig) -> dict:
     state = torch.load(path, weights_only=True)
     free = ('steps', 'env_share', 'legal_share',    # may change when a run is gone on with: more steps, another mix
             'output_dir', 'processes', 'threads', 'save_every')
-    differing = [name for name, value in asdict(config).items() if name not in free and state['config'][name] != value]
+    differing = [name for name, value in asdict(config).items() if name not in free and state['config'].get(name) != value]
     if differing:
         raise PretrainError(f'{path.parent} holds a run with another {", ".join(differing)}: '
                             'give the same, or another --output-dir')
@@ -915,6 +932,7 @@ def pretrain(
     folder = Path(config.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = board_tokenizer()
+    first_model(config, tokenizer)    # what is wrong with it is said before any data is made
     rows, validation = prepare(config, tokenizer)
     with open(folder/'metrics.jsonl', 'a+b') as log:
         log.seek(0)

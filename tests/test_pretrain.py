@@ -1,4 +1,5 @@
 "How nano is made: tokenizer, generated data, weights of the loss, resumable training."
+import json
 import random
 from dataclasses import replace
 
@@ -10,9 +11,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from rookworld_nb.positions import Sample, generate_positions, read_lines, shipped, write_lines
-from rookworld_nb.pretrain import (ENV_SHARES, PROMPT_TOKENS, PretrainConfig, PretrainError, Rows, batches, board_tokenizer,
-                                   completion_loss, completion_mask, env_sample, find_kind, illegal_move, legal_list, make_env_data,
-                                   make_policy_data, make_stress, move_kind, pack, ranked, read_excluded, square_slots, token_weights, train, whole_shard)
+from rookworld_nb.pretrain import (ENV_SHARES, PROMPT_TOKENS, PretrainConfig, PretrainError, Rows, batches,
+                                   board_tokenizer, completion_loss, completion_mask, env_sample, find_kind,
+                                   first_model, illegal_move, legal_list, make_env_data, make_policy_data,
+                                   make_stress, move_kind, pack, pretrain, ranked, read_excluded, square_slots,
+                                   token_weights, train, whole_shard)
 from rookworld_nb.model import GPT, GPTConfig
 from rookworld_nb.rules import env_step, legal_moves
 from rookworld_nb.tasks import parse_env, parse_policy
@@ -168,6 +171,39 @@ def test_a_run_may_go_on_longer_and_with_another_mix(tmp_path):
     rest = list(small_run(tmp_path, steps=12, env_share=.99, legal_share=0.))
     assert [row['step'] for row in rest] == [*range(7, 13)]
     assert sum('A/loss' in row for row in rest) >= 3
+
+
+def test_a_run_starts_from_the_model_it_is_given(tmp_path):
+    (tmp_path/'first').mkdir(), (tmp_path/'second').mkdir()
+    last = list(small_run(tmp_path/'first'))[-1]
+    folder = str(tmp_path/'first'/'model')
+    shape = {'n_layer': 1, 'n_head': 2, 'n_embd': 16}
+    model, random_one = (first_model(PretrainConfig(**shape, model=name), TOKENIZER) for name in (folder, None))
+    trained = torch.load(tmp_path/'first'/'checkpoint.pt', weights_only=True)['model']
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), trained.values()))
+    assert not torch.equal(model.wte.weight, random_one.wte.weight)
+    later = next(small_run(tmp_path/'second', model=folder, save_every=1, lr=1e-9))
+    assert later['heldout/P/loss'] == pytest.approx(last['heldout/P/loss'], rel=1e-5)
+
+
+@pytest.mark.parametrize(('changes', 'words'), [
+    ({'n_layer': 3}, r'--model nano is a .*n_layer=6.* and this run trains a .*n_layer=3'),
+    ({'model': 'nowhere'}, 'nowhere')])
+def test_a_model_to_start_from_is_refused_before_any_data_is_made(tmp_path, monkeypatch, changes, words):
+    monkeypatch.setattr('rookworld_nb.pretrain.prepare', lambda *_: pytest.fail('data were made'))
+    with pytest.raises(ValueError, match=words):
+        pretrain(PretrainConfig(**{'output_dir': str(tmp_path), 'model': 'nano'} | changes))
+
+
+def test_a_model_with_other_words_is_refused(tmp_path):
+    list(small_run(tmp_path))
+    path = tmp_path/'model'/'tokenizer.json'
+    words = json.loads(path.read_text())
+    vocabulary = words['model']['vocab']
+    vocabulary['e4'], vocabulary['e5'] = vocabulary['e5'], vocabulary['e4']
+    path.write_text(json.dumps(words))
+    with pytest.raises(PretrainError, match='other words'):
+        first_model(PretrainConfig(n_layer=1, n_head=2, n_embd=16, model=str(tmp_path/'model')), TOKENIZER)
 
 
 def test_what_is_excluded_is_read_line_by_line(tmp_path):
