@@ -771,7 +771,8 @@ def _load_checkpoint(path: Path, config: PretrainConfig) -> dict:
     state = torch.load(path, weights_only=True)
     free = ('steps', 'env_share', 'legal_share',    # may change when a run is gone on with: more steps, another mix
             'output_dir', 'processes', 'threads', 'save_every')
-    differing = [name for name, value in asdict(config).items() if name not in free and state['config'].get(name) != value]
+    before = state['config']
+    differing = [name for name, value in asdict(config).items() if name not in free and before.get(name) != value]
     if differing:
         raise PretrainError(f'{path.parent} holds a run with another {", ".join(differing)}: '
                             'give the same, or another --output-dir')
