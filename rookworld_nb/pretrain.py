@@ -758,7 +758,7 @@ def train(
             _save_checkpoint(learner, path)
         yield row
 
-
+# %% ../nbs/11_pretrain.ipynb #55588f47
 def _save_checkpoint(learner: _Learner, path: Path) -> None:
     "Write everything that continues the run, in one step; the model also as a folder that anything can load."
     save_pretrained(learner.model, learner.tokenizer, path.parent/'model')    # first: the last checkpoint ships it
