@@ -35,7 +35,7 @@ from torch.nn import functional as F
 
 from .model import GPT, GPTConfig
 from .positions import (
-    SHIPPED, Sample, by_task, random_endgame, read_lines, seen_positions, shipped, write_lines)
+    Sample, by_task, random_endgame, read_lines, seen_positions, shipped_positions, write_lines)
 from .rules import InvalidFen, Stockfish, env_step, fen_key, legal_moves
 from .tasks import format_env, format_policy, parse_policy, policy_prompt, split_line
 from .weights import END_TOKEN, end_token_id, load_pretrained, save_pretrained
@@ -861,8 +861,7 @@ def prepare(
                                                ('prompts', HELD_SHARDS, config.seed + 1, 0.)))
     held, rare = [sample for file in held_files for sample in whole_shard(file)], make_stress(held_files)
     write_lines(rare, folder/'stress.txt.gz')
-    known = [sample for name in SHIPPED for sample in shipped(name)]    # what any model of ours is judged on
-    taken = {*excluded} | seen_positions(held + rare + known)
+    taken = {*excluded} | seen_positions(held + rare) | shipped_positions()
     samples = [sample for file in train_files for sample in whole_shard(file)
                if not seen_positions([sample]) & taken]
     rows, held_rows = (_rows(some, tokenizer, config.best_first) for some in (samples, held[:2000] + held[-2000:]))

@@ -10,14 +10,15 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from rookworld_nb.positions import Sample, generate_positions, read_lines, shipped, write_lines
-from rookworld_nb.pretrain import (ENV_SHARES, PROMPT_TOKENS, PretrainConfig, PretrainError, Rows, batches,
-                                   board_tokenizer, completion_loss, completion_mask, env_sample, find_kind,
+from rookworld_nb.positions import PUZZLES, Sample, generate_positions, random_play, read_lines, shipped, write_lines
+from rookworld_nb.pretrain import (ENV_SHARES, HELD_SHARDS, PROMPT_TOKENS, PretrainConfig, PretrainError, Rows,
+                                   batches, board_tokenizer, completion_loss, completion_mask, env_sample, find_kind,
                                    first_model, illegal_move, legal_list, make_env_data, make_policy_data,
-                                   make_stress, move_kind, pack, pretrain, ranked, read_excluded, square_slots,
-                                   token_weights, train, whole_shard)
+                                   make_stress, move_kind, pack, policy_sample, prepare, pretrain, ranked,
+                                   read_excluded, square_slots, token_weights, train, whole_shard)
 from rookworld_nb.model import GPT, GPTConfig
-from rookworld_nb.rules import env_step, legal_moves
+from rookworld_nb.rules import Candidate, env_step, fen_key, legal_moves
+from rookworld_nb.suites import shipped_puzzles
 from rookworld_nb.tasks import parse_env, parse_policy
 
 TOKENIZER = board_tokenizer()
@@ -212,6 +213,26 @@ def test_what_is_excluded_is_read_line_by_line(tmp_path):
     assert read_excluded(str(file)) == ['rnbqkbnr/pppppppp/8/8/8/8/PPPPPPPP/RNBQKBNR w KQkq -'] and read_excluded(None) == []
     file.write_text('rnbqkbnr/pppppppp/8/8/8/8/PPPPPPPP/RNBQKBNR w KQkq - 0 1\ne4\n')
     with pytest.raises(PretrainError, match='fens.txt, line 2'): read_excluded(str(file))
+
+
+def test_no_shipped_position_is_learned_from(tmp_path):
+    rng, tokenizer = random.Random(0), board_tokenizer()
+    puzzles = [chess.Board(puzzle.questions[0].fen) for name in PUZZLES for puzzle in shipped_puzzles(name)[:2]]
+    boards = {part: [random_play(rng, rng.randint(8, 30)) for _ in range(n)] for part, n in (('data', 30), ('prompts', 12))}
+    boards['data'] += puzzles + [boards['prompts'][0], chess.Board(shipped('train')[0].fen)]
+    for part, shards in (('data', 1), ('prompts', HELD_SHARDS)):
+        (tmp_path/part).mkdir()
+        lines = []
+        for board in boards[part]:
+            moves = [Candidate(move.uci(), 0.) for move in list(board.legal_moves)[:2]]
+            lines.append(policy_sample(board.fen(), moves, rng))
+        for number in range(shards): write_lines(lines, tmp_path/part/f'policy-{number:04d}.txt')
+    config = PretrainConfig(output_dir=str(tmp_path), shards=1, policy_shard=20, env_shard=4, processes=1)
+    learned, _ = prepare(config, tokenizer)
+    texts = [tokenizer.decode(learned['P'].ids[a:b].tolist()) for a, b in zip(learned['P'].offsets, learned['P'].offsets[1:])]
+    shown = {fen_key(' '.join(text[3:].split()[:6])) for text in texts}
+    left_out = {fen_key(board.fen()) for board in boards['data'][30:]}
+    assert shown and not shown & left_out and shown == {fen_key(board.fen()) for board in boards['data'][:30]} - left_out
 
 
 def test_no_rows_are_no_batches():

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rookworld_nb.evaluate import answer_budget, wilson_interval
-from rookworld_nb.positions import SHIPPED, opening_positions, random_endgame, random_play, seen_positions, shipped
+from rookworld_nb.positions import SHIPPED, opening_positions, random_endgame, random_play, seen_positions, shipped, shipped_positions
 from rookworld_nb.rules import EngineNotFound, Stockfish, env_step, fen_key, find_stockfish, legal_moves
 from rookworld_nb.suites import (LONGEST, Puzzle, Question, SuiteError, bigbench_puzzle, elo_difference, epd_puzzle,
                                  legal_choice, level_options, lichess_puzzle, match_elo, match_scores, mate_puzzles,
@@ -343,6 +343,7 @@ def test_shipped_puzzles_are_new_positions_and_read_back(name):
     keys = {fen_key(puzzle.questions[0].fen) for puzzle in puzzles}
     assert len(keys) == len({puzzle.id for puzzle in puzzles}) == len(puzzles) == 300
     assert not keys & seen_positions(sample for shipped_set in SHIPPED for sample in shipped(shipped_set))
+    assert keys <= shipped_positions()
     assert [parse_puzzles(to_epd(puzzle))[0] for puzzle in puzzles] == puzzles
     for (question,) in (puzzle.questions for puzzle in puzzles):
         assert question.right and question.right <= legal_moves(question.fen)
