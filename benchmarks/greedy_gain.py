@@ -3,8 +3,8 @@
     rookworld train --seed 1 --output-dir runs/part-1          # and --credit answer, other seeds, other presets
     python benchmarks/greedy_gain.py runs/part-1 runs/part-2 --positions 5000 --csv nbs/results/greedy_gain.csv
 
-P: positions come from the generator of nano's own prompts with another seed and are labelled by Stockfish (1,000 nodes a position); those whose FEN is in
-a shipped set, or in --exclude, are left out, and the rest is kept in --cache. A: positions are the shipped held-out ones. Task `A rare`: how many of the mates, draws and illegal moves are
+P: positions come from the generator of nano's own prompts with another seed and are labelled by Stockfish (1,000 nodes a position); those that the package
+ships, or --exclude names, are left out, and the rest is kept in --cache. A: positions are the shipped held-out ones. Task `A rare`: how many of the mates, draws and illegal moves are
 recognised, of the shipped held-out and stress sets together, and how many other moves are taken for one of these. Both models answer each prompt once, greedily; the
 difference is paired by prompt. Figures of the same run, task and metric in the CSV are replaced. `--positions 0` leaves P: out.
 """
@@ -15,8 +15,8 @@ from pathlib import Path
 import pandas as pd
 
 from rookworld_nb.evaluate import OUTCOMES, compare, evaluate, paired_difference, select_rows
-from rookworld_nb.positions import by_task, read_lines, seen_positions, shipped
-from rookworld_nb.pretrain import SHIPPED, make_policy_data
+from rookworld_nb.positions import by_task, read_lines, shipped, shipped_positions
+from rookworld_nb.pretrain import make_policy_data
 from rookworld_nb.rewards import RewardScorer
 from rookworld_nb.rules import fen_key
 from rookworld_nb.run import TrainConfig
@@ -26,10 +26,10 @@ SHARD, NODES, SEED = 2000, 1000, 99
 
 
 def fresh_positions(count, cache, exclude):
-    "P: samples whose positions are in no shipped set."
+    "P: samples whose positions the package does not ship."
     if not count: return []
     files = make_policy_data(cache, -(-count*21//20//SHARD), SHARD, NODES, SEED, 1, 0.)
-    taken = {fen_key(fen) for fen in exclude} | seen_positions([sample for name in SHIPPED for sample in shipped(name)])
+    taken = {fen_key(fen) for fen in exclude} | shipped_positions()
     samples = {fen_key(sample.fen): sample for file in files for sample in read_lines(file)[0]}
     return [sample for key, sample in samples.items() if key not in taken][:count]
 

@@ -6,7 +6,7 @@
 __all__ = ['NUMERIC', 'LOWER_IS_BETTER', 'SIGNIFICANT', 'KEYS', 'NUMBERS', 'TASKS', 'BANDS', 'NO_PART', 'RANKS', 'KL_ROUNDING',
            'PLACES', 'DEFAULTS', 'DOTS', 'PAGE_STYLE', 'POLICY', 'ReportError', 'read_object', 'logged_rows', 'RunData',
            'read_run', 'ending', 'Html', 'element', 'table_of', 'number', 'rank', 'temperature_name', 'comparison',
-           'is_shown', 'plot_differences', 'plot_bands', 'plot_task', 'bin_edges', 'draw_histograms',
+           'is_shown', 'plot_differences', 'plot_bands', 'plot_task', 'plot_looks', 'bin_edges', 'draw_histograms',
            'plot_distributions', 'Finding', 'findings', 'ranges', 'plot_lights', 'spread', 'pick_samples',
            'sample_card', 'samples_of', 'identity_tolerance', 'first_update', 'changed_settings', 'as_word',
            'command_line', 'png_of', 'draw', 'figure_of', 'section', 'clock_text', 'dot', 'events_section', 'facts',
@@ -313,6 +313,26 @@ def plot_task(
         chart.axes.yaxis.set_major_locator(MultipleLocator(.5))
     return curves.figure
 
+# %% ../nbs/20_report.ipynb #0a4a1ea8
+def plot_looks(
+    table: pd.DataFrame,   # the metrics of a run, at least one row
+    before: pd.DataFrame,  # of `comparison`, without a row as long as the run goes on
+) -> Picture | None:  # None where the run did not look
+    "The greedy answers to held-out prompts, look by look; dashed: before the first step."
+    names = [name for task in TASKS for name in table if name.startswith(f'eval/{task}_')]
+    looks = table.dropna(how='all', subset=names) if names else table[:0]
+    if looks.empty:
+        return None
+    measured = {name: tuple(name.removeprefix('eval/').split('_', 1)) for name in names}
+    curves = Curves([Panel(': '.join(measured[name]), ((name, '', BLUE),), 'greedy') for name in names])
+    start = before[before['temperature'] == 0].set_index(['task', 'metric'])['before']
+    for chart, name in zip(curves.charts, names):
+        chart.trend[0].set_marker('o')
+        if measured[name] in start.index:
+            chart.fixed.append(np.array([start[measured[name]]]))
+            chart.axes.axhline(start[measured[name]], color=MUTED, lw=1, ls=(0, (4, 3)))
+    return curves.update(looks).figure
+
 # %% ../nbs/20_report.ipynb #616d6b0c
 def bin_edges(
     values: np.ndarray,  # (n,) finite
@@ -543,7 +563,7 @@ def as_word(
         return ','.join(map(as_word, value))
     return str(value).lower() if value is None or isinstance(value, bool) else str(value)
 
-# %% ../nbs/20_report.ipynb #a18e9a1a
+
 def command_line(
     config: Mapping[str, Any],  # config.json
 ) -> str:  # one line
@@ -586,6 +606,7 @@ def draw(
         pictures['curves'] = plot_curves(run.metrics, target)
         pictures['bands'] = plot_bands(run.metrics)
         pictures |= {f'task_{task}': plot_task(run.metrics, task) for task in TASKS}
+        pictures['looks'] = plot_looks(run.metrics, table)
         pictures['lights'] = plot_lights(run.rows, [each.metric for each in findings(run.rows)])
     ends = spread(list(run.tables), 2)
     pictures['distributions'] = plot_distributions({step: run.completions(step) for step in ends})
@@ -727,6 +748,7 @@ def course_section(
         'bands': 'Every step as measured: the middle half of the rewards, and the middle 90 % of the KL of the tokens.',
         'task_P': 'The reward of policy completions, and each of its parts.',
         'task_A': 'The reward of environment completions, and each of its parts.',
+        'looks': 'Greedy answers to held-out prompts, every few steps. Dashed: before the first step.',
         'distributions': 'The first batch that was written down, in grey, and the last. Dashed: the means.'}
     return section('How it went', *(figure_of(pictures, name, caption) for name, caption in words.items()))
 

@@ -22,7 +22,7 @@ from rookworld_nb.cli import flags_of, parser_of, read_settings
 from rookworld_nb.monitor import MetricError, RunWriter, metric_rows, overall, plain, simulated_run
 from rookworld_nb.report import (MetricWriter, MissingExtraError, ReportError, TensorBoardWriter, WandbWriter, bin_edges,
                                  changed_settings, command_line, comparison, ending, findings, first_update, number,
-                                 pick_samples, plot_distributions, plot_lights, ranges, read_run, report, spread)
+                                 pick_samples, plot_distributions, plot_lights, plot_looks, ranges, read_run, report, spread)
 from rookworld_nb.run import SMALL, TrainConfig, write_events
 
 STEPS, START = 12, 1.75e9
@@ -367,6 +367,26 @@ def test_a_single_step_and_rows_without_a_task(tmp_path):
         writer.table(1, [row for row in completions(1, 1) if row['task'] == 'P'])
     page = Document(report(tmp_path/'run'))
     assert 'loss' in page.text and 'text-1-P-0' in page.text and 'A: environment' not in page.text
+
+
+def test_looks_at_held_out_positions_are_drawn_from_where_they_started(tmp_path):
+    with RunWriter(tmp_path/'run', {}) as writer:
+        for row in simulated_run(6):
+            looked = {'eval/A_state_exact': .5 + .1*row['step'], 'eval/P_reward': .4 + .01*row['step']} if row['step'] % 2 == 0 else {}
+            writer.log(row | looked)
+        writer.summary({'stop_reason': 'done', 'steps': 6, 'comparison': [
+            compared('P', 0., 'reward', .06, 2.), compared('P', 1., 'reward', -.2, -2.), compared('P', 0., 'top5_overlap', .1, 2.)]})
+    run = read_run(tmp_path/'run')
+    policy, env = plot_looks(run.metrics, comparison(run.summary)).axes[:2]
+    assert [axes.get_title('left') for axes in (policy, env)] == ['P: reward', 'A: state_exact']
+    drawn = {axes.get_title('left'): [line.get_xydata() for line in axes.lines if len(line.get_xydata())] for axes in (policy, env)}
+    np.testing.assert_allclose(drawn['P: reward'][0], [[2, .42], [4, .44], [6, .46]])
+    assert [.4321]*2 in [line[:, 1].tolist() for line in drawn['P: reward']] and policy.get_ylim()[1] > .46 > .42 > policy.get_ylim()[0]
+    assert all(line[:, 1].min() > .6 for line in drawn['A: state_exact'])            # nothing is known of its start
+    assert 'looks' in module.draw(run)
+    assert plot_looks(run.metrics.drop(columns=['eval/A_state_exact', 'eval/P_reward']), comparison({})) is None
+    assert plot_looks(run.metrics[:1], comparison({})) is None
+    assert plot_looks(run.metrics, comparison({})) is not None
 
 
 def test_endings(tmp_path):
