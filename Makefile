@@ -39,7 +39,7 @@ export: .venv/.dev ## write rookworld_nb/ from the notebooks
 	@rm -f rookworld_nb/*.py
 	$(BIN)/nbdev_export
 
-notebooks: .venv/.dev ## execute every notebook, store its outputs, clean it
+notebooks: .venv/.dev ## execute every chapter, store its outputs, clean it
 	@for notebook in nbs/[0-9]*.ipynb nbs/index.ipynb; do
 	  echo "$$notebook"
 	  $(BIN)/jupyter nbconvert --log-level=ERROR --to notebook --execute --inplace \

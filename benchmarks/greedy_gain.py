@@ -16,7 +16,7 @@ import pandas as pd
 
 from rookworld_nb.evaluate import OUTCOMES, compare, evaluate, paired_difference, select_rows
 from rookworld_nb.positions import by_task, read_lines, shipped, shipped_positions
-from rookworld_nb.pretrain import make_policy_data
+from rookworld_nb.pretrain import make_policy_data, read_excluded
 from rookworld_nb.rewards import RewardScorer
 from rookworld_nb.rules import fen_key
 from rookworld_nb.run import TrainConfig
@@ -29,7 +29,7 @@ def fresh_positions(count, cache, exclude):
     "P: samples whose positions the package does not ship."
     if not count: return []
     files = make_policy_data(cache, -(-count*21//20//SHARD), SHARD, NODES, SEED, 1, 0.)
-    taken = {fen_key(fen) for fen in exclude} | shipped_positions()
+    taken = {*exclude} | shipped_positions()
     samples = {fen_key(sample.fen): sample for file in files for sample in read_lines(file)[0]}
     return [sample for key, sample in samples.items() if key not in taken][:count]
 
@@ -56,7 +56,7 @@ def main():
     options.add_argument('--exclude', type=Path, help='file of FENs to leave out as well')
     options.add_argument('--csv', type=Path, help='table to add to')
     options = options.parse_args()
-    exclude = options.exclude.read_text(encoding='utf-8').splitlines() if options.exclude else []
+    exclude = read_excluded(options.exclude)
     samples = fresh_positions(options.positions, options.cache, exclude) + by_task(shipped('heldout'))['A']
     stress = shipped('stress')
     before, tables = {}, []

@@ -178,7 +178,7 @@ def trl_step(work: Work, bf16: bool, repeats: int) -> tuple[list[float], int]:
 
 
 def our_step(work: Work, bf16: bool, repeats: int) -> tuple[list[float], int]:
-    "Collector and Trainer, set as `rookworld train` sets them."
+    "Collector and Trainer, set as TRL is: whole answers are paid, each divided by the spread of its group."
     import pandas as pd
     from rookworld_nb.buffer import Collector, CollectorConfig
     from rookworld_nb.hardware import HardwareConfig, prepare_model, use_hardware

@@ -193,6 +193,7 @@ class Experience:
     number: int = 1                # of the collection in its run, from 1
     kl_penalty: float = 0.         # mean of what was taken from a reward for its KL to the reference
     measured: Mapping[str, float] | None = None # a minibatch: the metrics of the newest collection and of the buffer
+    fresh: bool = True             # whether something in it was sampled by the policy as it is
 
     @property
     def num_groups(self) -> int:
@@ -517,6 +518,7 @@ def put_together(
     experiences: Mapping[int, Experience], # the stored collections by number
     groups: Sequence[StoredGroup],         # the groups wanted, sorted by place
     measured: Mapping[str, float],         # the metrics that the minibatch shall report
+    fresh: bool,                           # whether no update lies between a group and its sampling
 ) -> Experience:                           # with a part for every part of a collection that has a group here
     "Make a minibatch of groups."
     chosen = {}
@@ -526,7 +528,7 @@ def put_together(
     parts = [part if prompts == list(range(len(part.samples))) else part.take(prompts)
              for part, prompts in zip(parts, chosen.values())]
     newest, length = experiences[max(experiences)], max(experiences[n].max_completion_length for n, _ in chosen)
-    return replace(newest, parts=tuple(parts), max_completion_length=length, measured=measured)
+    return replace(newest, parts=tuple(parts), max_completion_length=length, measured=measured, fresh=fresh)
 
 # %% ../nbs/12_buffer.ipynb #7f0b419f
 def stored_groups(
@@ -627,10 +629,11 @@ class RolloutBuffer(GroupStore):
             'rollout_buffer_size': len(self.groups),
             'rollout_fresh_share': sum(group.uses == 0 for group in self.groups)/len(self.groups),
             'rollout_age': sum(self.dealt - group.born for group in chosen)/len(chosen)}
+        fresh = any(group.born == self.dealt for group in chosen)
         for group in chosen:
             group.uses, group.due = group.uses + 1, group.due + 1
         self.dealt += 1
-        return put_together(self.experiences, chosen, measured)
+        return put_together(self.experiences, chosen, measured, fresh)
 
 # %% ../nbs/12_buffer.ipynb #2ed3abd6
 def part_state(

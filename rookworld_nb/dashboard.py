@@ -123,14 +123,14 @@ class Progress:
         if self.recent: self.recent = deque([(self.clock(), self.step)], self.recent.maxlen)
 
     def text(self,
-        halt:str='', # 'Stopped' or 'Paused' where somebody asked for it, 'Ended' where the run ended by itself
+        halt:str='', # 'Stopped' or 'Paused' where somebody asked for it, 'Ended' or 'Failed' by itself
     ) -> str:        # one line
         """Where the run stands, and how long it will take."""
-        if not self.step: return f'{halt} before the first step' if halt else 'Waiting for the first step'
+        if not self.step: return f'{halt} without a step' if halt else 'Waiting for the first step'
         (start, first), (now, last) = self.recent[0], self.recent[-1]
         pace = (now - start)/(last - first) if last > first else self.history.last('step_time')
         told = f'reward {self.history.last("reward"):.3f} (best {self.history.best("reward"):.3f})'
-        if last >= self.total: return f'Done: {last} steps · {told} · {duration(now - self.began)}'
+        if last >= self.total and halt != 'Failed': return f'Done: {last} steps · {told} · {duration(now - self.began)}'
         if halt: return f'{halt} after step {last} of {self.total} · {told} · {duration(now - self.began)}'
         return f'Step {last} of {self.total} · {told} · {pace:.2f} s a step · {duration(pace*(self.total-last))} left'
 
@@ -421,8 +421,8 @@ class Controls:
         self,
         levers:Mapping[str,float]={}, # of the run, keys of LEVERS; a slider for each
     ) -> None:
-        self.wishes, self.answers = deque(), deque(maxlen=3)
-        self.stopped = self.paused = self.ended = False
+        self.wishes, self.answers, self.news = deque(), deque(maxlen=3), w.HTML()
+        self.stopped = self.paused = self.ended = self.failed = False
         looks = {'pause': ('Pause', 'pause', 'Hold after this step; the run stays in memory'),
                  'checkpoint': ('Checkpoint', 'save', 'Write a checkpoint after this step; the newest ones are kept'),
                  'stop': ('Stop', 'stop', 'End after this step; the final checkpoint is written')}
@@ -445,6 +445,10 @@ class Controls:
         for wish in [wish for wish in self.wishes if wish[0] in self.levers]: self.wishes.remove(wish)
         self.wishes.extend((name, lever.wish) for name, lever in self.levers.items() if lever.wish is not None)
 
+    def _tell(self, news:str) -> None:
+        self.answers.append(news)
+        self.news.value = '<br>'.join(map(escape, self.answers))
+
     def halted(self) -> None:
         """Called after Stop, Pause and Resume."""
 
@@ -457,7 +461,7 @@ class Face(Controls):
         levers:Mapping[str,float]={}, # of the run, keys of LEVERS; a slider for each
     ) -> None:
         super().__init__(levers)
-        self.status, self.light, self.news, self.pictures, self.samples = w.Label(), *(w.HTML() for _ in range(4))
+        self.status, self.light, self.pictures, self.samples = w.Label(), *(w.HTML() for _ in range(3))
         self.bar = w.IntProgress(max=total, layout=w.Layout(width='auto'), style={'bar_color': BLUE})
         self.curves, self.sliders = w.Image(format='png'), w.HBox([lever.box for lever in self.levers.values()])
         names = ('bar', 'light', 'sliders', 'news', 'curves', 'pictures', 'samples')
@@ -472,14 +476,16 @@ class Face(Controls):
         progress:Progress, # of the run
     ) -> None:
         """Refresh the cheap things: words, bar and light; the buttons too, once they have done their work."""
-        halt = 'Stopped' if self.stopped else 'Ended' if self.ended else 'Paused' if self.paused else ''
+        halt = next((word for word in ('stopped', 'failed', 'ended', 'paused') if getattr(self, word)), '').capitalize()
         self.status.value, self.bar.value = progress.text(halt), progress.step
         self.light.value = light_html(progress.light) if progress.step else ''
         self.pause.description, self.pause.icon = ('Resume', 'play') if self.paused else ('Pause', 'pause')
-        if (done := progress.step >= progress.total) or self.stopped or self.ended:
-            self.stop.description = 'Done' if done and not self.stopped else halt
+        whole = progress.step >= progress.total
+        if whole or self.stopped or self.ended:
+            done = whole and not (self.stopped or self.failed)
+            self.stop.description = 'Done' if done else halt
             self.stop.button_style = self.stop.icon = ''
-            self.bar.style.bar_color = LIGHT_COLOURS['green'] if done and not self.stopped else MUTED
+            self.bar.style.bar_color = LIGHT_COLOURS['green'] if done else MUTED
             sliders = [lever.slider for lever in self.levers.values()]
             for each in (self.stop, self.pause, self.checkpoint, *sliders): each.disabled = True
 
@@ -554,13 +560,10 @@ class Dashboard(Showing):
 
     def end(
         self,
-        reason:str='', # why the run ended, in words
+        reason:str='',     # why the run ended, in words
+        failed:bool=False, # True: something went wrong, be it in the very last step
     ) -> None:
         """Show a run that is over, whatever ended it, to its last row; call it after the loop."""
-        self.ended = True
+        self.ended, self.failed = True, failed
         if reason: self._tell(reason)
         self._refresh(force=True)
-
-    def _tell(self, news:str) -> None:
-        self.answers.append(news)
-        self.news.value = '<br>'.join(map(escape, self.answers))

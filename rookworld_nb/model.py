@@ -307,6 +307,7 @@ class KVCache:
     ) -> None:
         'The other rows leave the batch; what stays is an empty slot each in the products with the prompts.'
         if rows.dtype == torch.bool: self.n_slots, rows = self.n_slots or len(rows), rows.nonzero().squeeze(1)
+        elif not self.n_slots: raise SequenceError('before the first step: give a mask, or KVCache(n_slots=all rows)')
         for store in (self.keys, self.values): store[:] = [x.index_select(0, rows) for x in store]
         self.rows = rows if self.rows is None else self.rows[rows]
 

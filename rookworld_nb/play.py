@@ -143,7 +143,8 @@ class Game(Encounter):
     def take_back(self) -> None:
         """Undo the person's last move and what followed."""
         mine = [ply for ply in range(len(self.board.move_stack)) if (ply % 2 == 0) == (self.colour == self.first)]
-        while mine and len(self.board.move_stack) > mine[-1]: self.board.pop()
+        if not mine: return
+        while len(self.board.move_stack) > mine[-1]: self.board.pop()
         self.selected = self.step = self.thought = None
 
     def diagrams(self) -> list[Diagram]: # none before the first move

@@ -522,13 +522,14 @@ def label_worker(
 ) -> None:
     "Take shards in turn until all are done; a process whose starter is gone stops after the position at hand."
     starter, first = parent_process(), number*job.shards//processes
-    order, beat = [(first + n)%job.shards for n in range(job.shards)], [time.monotonic()]
+    order, looked, gone = [(first + n)%job.shards for n in range(job.shards)], time.monotonic(), False
 
     def alone() -> bool:
-        "Look every half second."
-        if starter is None or time.monotonic() - beat[0] < .5: return False
-        beat[0] = time.monotonic()
-        return not starter.is_alive()
+        "Look every half second; once gone is gone."
+        nonlocal looked, gone
+        if starter is not None and not gone and time.monotonic() - looked >= .5:
+            looked, gone = time.monotonic(), not starter.is_alive()
+        return gone
     try:
         with Stockfish(job.stockfish_path, nodes=job.nodes) as engine:
             while left := [shard for shard in order if not job.place('done', shard).exists()]:

@@ -899,12 +899,13 @@ def natural_env_sample(
 
 def make_prompts(
     folder: str | Path,        # of the pre-training, with its prompts/
+    rare: list[Sample],        # the set of rare moves, which must stay unseen too
     nodes: int = 10_000,       # Stockfish nodes for the held-out labels; the training prompts keep theirs
     n_policy: int = 10_000,    # P: prompts to train on
     n_env: int = 4_800,        # A: prompts to train on: five natural moves to three from the mix
     n_heldout: int = 1_000,    # held-out P: positions; half as many natural A: moves, 300 from the mix
     seed: int = 0,             # of the choices
-) -> tuple[list[Sample], list[Sample]]:  # prompts to train on, held-out samples; no position is asked about in both
+) -> tuple[list[Sample], list[Sample]]:  # prompts to train on, held-out samples; no position is shown in both
     "Choose prompts and held-out samples from the shards that pre-training never saw."
     rng, folder = random.Random(f'{seed} prompts'), Path(folder)/'prompts'
     pools = {(task, part): [sample for number in shards for sample in whole_shard(folder/f'{name}-{number:04d}.txt')]
@@ -917,12 +918,13 @@ def make_prompts(
     env = [natural_env_sample(sample, rng) for sample in positions[n_heldout:]]
     env += rng.sample(pools['A', 'held'], min(300, len(pools['A', 'held'])))
     held += rng.sample(env, len(env))
-    taken = {fen_key(sample.fen) for sample in held}
-    policy, mix = ([sample for sample in pools[task, 'train'] if fen_key(sample.fen) not in taken] for task in 'PA')
+    asked = {fen_key(sample.fen) for sample in held}
+    policy, mix = ([sample for sample in pools[task, 'train'] if fen_key(sample.fen) not in asked] for task in 'PA')
     rng = random.Random(f'{seed} training prompts')
     natural = [natural_env_sample(sample, rng) for sample in policy[:n_env*5//8]]
     train = policy[:n_policy] + natural + mix[:n_env*3//8]
-    return train, held
+    taken = seen_positions(held + rare)    # an answer may show what another prompt asks
+    return [sample for sample in train if not seen_positions([sample]) & taken], held
 
 # %% ../nbs/11_pretrain.ipynb #a4c7ef07
 def pretrain(
@@ -932,7 +934,8 @@ def pretrain(
     folder = Path(config.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = board_tokenizer()
-    first_model(config, tokenizer)    # what is wrong with it is said before any data is made
+    first_model(config, tokenizer)    # what is wrong with it, or with going on, is said before any data is made
+    if (checkpoint := folder/'checkpoint.pt').exists(): _load_checkpoint(checkpoint, config)
     rows, validation = prepare(config, tokenizer)
     with open(folder/'metrics.jsonl', 'a+b') as log:
         log.seek(0)
@@ -946,6 +949,6 @@ def pretrain(
                             row['heldout/A/all_right'])
     model, tokenizer = load_pretrained(str(folder/'model'))
     save_pretrained(model, tokenizer, folder/'nano', dtype=torch.float16)
-    for name, samples in zip(('train', 'heldout'), make_prompts(folder)):
+    for name, samples in zip(('train', 'heldout'), make_prompts(folder, whole_shard(folder/'stress.txt.gz'))):
         write_lines(samples, folder/f'{name}.txt.gz')
     return folder

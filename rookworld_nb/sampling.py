@@ -88,7 +88,7 @@ def decode(
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]: # per step, each (n,) for the n rows alive: rows, ids, log-probabilities
     'Token by token; a row that has ended leaves the batch and is computed no further.'
     limit, n_rows = noise.shape
-    rows, cache = torch.arange(n_rows, device=noise.device), KVCache()
+    rows, cache = torch.arange(n_rows, device=noise.device), KVCache(n_slots=n_rows)
     owners = rows // (n_rows//len(prefix.lengths))
     hidden = prefix.last_hidden[owners]
     for t in range(limit):

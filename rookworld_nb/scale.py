@@ -43,7 +43,7 @@ from .hardware import HardwareConfig
 from .monitor import BLUE, MUTED, ORANGE, Picture, metric_rows, write_atomic
 from .report import as_word, command_line, optional_module, png_of
 from .rewards import RewardScorer
-from .run import FREE, Run, Setup, TrainConfig, updates_per_batch
+from .run import FREE, Examined, Run, TrainConfig, updates_per_batch
 
 # %% ../nbs/22_scale.ipynb #47fa9075
 logger = logging.getLogger(__name__)
@@ -55,7 +55,8 @@ SPACES: dict[str, tuple[str, ...]] = {
 #: What `batch` stands for.
 PAIR = ('batch_positions', 'group_size')
 #: Settings that all trials share, because they say how a trial is run and measured, and not how it learns.
-SHARED = ('output_dir', 'resume', 'device', 'save_every', 'keep_checkpoints', 'eval_policy', 'eval_env', 'eval_samples')
+SHARED = ('output_dir', 'resume', 'device', 'save_every', 'keep_checkpoints', 'eval_policy', 'eval_env', 'eval_samples',
+          'eval_every', 'auto_batch_size')
 KINDS = get_type_hints(TrainConfig)
 
 
@@ -515,6 +516,7 @@ def work(
     workers: int,    # beside each other on this machine, this one included
 ) -> None:
     "What a process of its own does."
+    if parent_process(): os.setpgid(0, 0)    # Ctrl-C reaches a whole group: the starter hears it, and passes it on once
     torch.set_num_threads(max(1, torch.get_num_threads()//workers))
     try:
         for _ in trials_of(search, open_study(search)): pass
@@ -557,7 +559,8 @@ def run_search(
     "Run a study, or go on with it; others may work on it at the same time."
     if workers < 1:
         raise SearchError(f'--workers {workers}: must be at least 1')
-    Setup(search.config())    # a model or a file that is not there is said before anything is made
+    with closing(Examined(search.config(output_dir=str(search.folder/'trial')))):
+        pass    # a model or a file that is not there is said before anything is made
     study = open_study(search)
     deal(study, search)
     yield trial_table(study, search)

@@ -100,7 +100,7 @@ def check_config(
             raise SettingError(f'{name}={getattr(config, name)} must be between 0 and 1')
     if config.kl_in_reward and config.kl_estimator in EXACT_KL:
         raise SettingError(f'kl_in_reward needs kl_estimator kl1, kl2 or kl3, not {config.kl_estimator}')
-    if not all(0 <= beta < 1 for beta in config.betas):
+    if len(config.betas) != 2 or not all(0 <= beta < 1 for beta in config.betas):
         raise SettingError(f'betas={config.betas} must be two numbers of at least 0 and below 1')
     if not math.isfinite(config.entropy_coef):
         raise SettingError(f'entropy_coef={config.entropy_coef} must be finite')
@@ -479,20 +479,20 @@ class Health(Counts):
                 return f'{name} is {metrics[name]:.3g} nats per token, above {limit:.3g}'
         if math.isfinite(kl):
             self.kl_mean = kl if mean is None else .9*mean + .1*kl
-        return f'{self.in_a_row} updates in a row were not finite' if self.in_a_row >= config.max_skipped else ''
+        return f'{self.in_a_row} updates in a row were skipped' if self.in_a_row >= config.max_skipped else ''
 
     def judge(
         self,
         step: int,                 # the optimiser step, for the log
         metrics: dict[str, float], # of the update at hand
-        finite: bool,              # whether its loss and gradients are
+        finite: bool,              # whether its loss and gradients are, and come from a token at all
         config: TrainerConfig,     # the limits
     ) -> str:                      # why the run has failed; empty if it has not
         "Count an update that has to be left out, and say whether the run has failed."
         self.in_a_row = 0 if finite else self.in_a_row + 1
         if not finite:
             self.skip(step)
-            logger.warning('step %d skipped: the loss or a gradient is not finite', step)
+            logger.warning('step %d skipped: the loss or a gradient is not finite, or no token counts', step)
         return self.failure(metrics, config)
 
 # %% ../nbs/13_trainer.ipynb #b79410db
@@ -551,8 +551,8 @@ def speed(
 
 # %% ../nbs/13_trainer.ipynb #6c9e6eb4
 class Updater(Learner):
-    "One optimiser step at a time: gradients, guards, AdamW, and the KL control, which acts once per collection."
-    step, controlled = 0, 0               # steps so far; the newest collection that the KL control has seen
+    "One optimiser step at a time: gradients, guards, AdamW, and the KL control, which acts on fresh samples."
+    step = 0                              # steps so far
     failure = ''                          # why the run has failed at the latest update; empty if it has not
     broken: pd.DataFrame | None = None    # the table of an experience whose update was skipped, else None
 
@@ -571,16 +571,15 @@ class Updater(Learner):
         self.step = step    # only now: where the check of the first update raises, it is still the first
         parameters = [p for group in self.optimizer.param_groups for p in group['params']]
         norm = float(nn.utils.clip_grad_norm_(parameters, config.grad_clip))
-        finite = math.isfinite(metrics['loss'] + norm)
+        finite = math.isfinite(metrics['loss'] + norm) and tokens > 0
         self.broken = None if finite else experience.table.assign(broken=broken)
-        self.failure, fresh = self.health.judge(self.step, metrics, finite, config), experience.number > self.controlled
+        self.failure = self.health.judge(self.step, metrics, finite, config)
         if finite and not self.failure:
-            if self.proposed and fresh: self.remember()    # judged by samples of this very state
+            if self.proposed and experience.fresh: self.remember()    # judged by samples of this very state
             take_step(self.optimizer, rate)
         self.optimizer.zero_grad(set_to_none=True)
-        if 'kl' in metrics and fresh:
+        if 'kl' in metrics and experience.fresh and tokens:
             self.kl.update(metrics['kl'], self.step - 1)    # what the steps before this one have led to
-            self.controlled = experience.number
         return {'step': self.step} | experience.metrics() | metrics | {
             'kl_coef': kl_coef, 'grad_norm': norm, 'learning_rate': rate, **self.health.metrics(self.step),
             **speed(self.model, experience, self.ranks, time.perf_counter() - start)}
@@ -613,7 +612,7 @@ def trainer_state(
     "Everything of a trainer but the policy's weights."
     state = {name: value for name, value in trainer.weights().items() if name != 'model'}
     return state | {'step': trainer.step, 'health': dict(vars(trainer.health)), 'kl': trainer.kl.state_dict(),
-                    'controlled': trainer.controlled, 'good': trainer.good, 'proposed': trainer.proposed}
+                    'good': trainer.good, 'proposed': trainer.proposed}
 
 
 def restore_trainer(
@@ -622,7 +621,7 @@ def restore_trainer(
 ) -> None:
     "Continue from a checkpoint; a recovery goes back to the state that it would have gone back to without the break."
     trainer.load_weights(state | {'model': trainer.model.state_dict()})
-    trainer.step, trainer.health, trainer.controlled = state['step'], Health(**state['health']), state['controlled']
+    trainer.step, trainer.health = state['step'], Health(**state['health'])
     trainer.kl.load_state_dict(state['kl'])
     if state.get('good'): trainer.good, trainer.proposed = state['good'], state['proposed']
     else: trainer.remember()    # a checkpoint from before there was such a state in it
@@ -643,7 +642,7 @@ class Trainer(Survivor):
         if not self.good:
             self.remember()
         if self.starved:
-            self.stop_reason, self.starved, self.controlled = '', False, 0    # another collector counts anew
+            self.stop_reason, self.starved = '', False
         if self.step >= self.config.steps:
             self.stop_reason = f'all {self.config.steps} steps are done'
         try:

@@ -363,6 +363,24 @@ def test_the_reported_rewards_are_those_of_the_newest_collection(model):
         assert minibatch.number == source.newest.number
 
 
+@pytest.mark.parametrize('rules', [dict(replays=2), dict(replays=2, minibatch_positions=2), dict(capacity=2, replays=2, minibatch_positions=1),
+                                   dict(capacity=2, replays=2, minibatch_positions=1, prompts=2)])
+def test_a_minibatch_is_fresh_where_no_update_lies_between_it_and_its_sampling(model, rules):
+    source, seen = buffer(model, **{'prompts': 4} | rules), []
+    for minibatch in itertools.islice(source, 24):
+        age = minibatch.metrics()['rollout_age']    # the groups of each of these minibatches are of one age
+        assert minibatch.fresh == (age == 0)
+        seen.append(minibatch.fresh)
+    assert 0 < sum(seen) < len(seen) and seen[0]
+
+
+def test_a_mixed_minibatch_is_fresh_if_a_part_of_it_is(model):
+    source = buffer(model, prompts=4, capacity=2, replays=2, minibatch_positions=4)
+    for minibatch in itertools.islice(source, 24):
+        born = [group.born for group in source.groups if group.uses]
+        assert minibatch.fresh == (source.dealt - 1 in born)
+
+
 def test_tied_groups_are_left_out_where_asked(model):
     def scorer(prompts, completions, targets=None):
         scores = TASK(prompts, completions)

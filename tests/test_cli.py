@@ -5,6 +5,7 @@ import importlib
 import io
 import json
 import math
+import os
 import random
 import re
 import subprocess
@@ -239,6 +240,8 @@ MISTAKES = [
     ('label', '', ['no FENs']),
     ('label --output out.txt', 'hello', ['position 1', 'hello']),
     ('label --output out.txt', START + '\n' + START.replace('k', 'q'), ['position 2']),
+    ('label --output out.txt', START + '\n' + START.rsplit(' ', 2)[0], ['position 2']),
+    ('label --output out.txt.gz', START, ['out.txt.gz', 'not .gz']),
     ('label --output out.txt --processes 0', START, ['0']),
     ('label --output out.txt --nodes -5', START, ['nodes', '-5']),
     ('label --output out.txt --stockfish-path no/engine', START, ['no/engine']),
@@ -392,6 +395,17 @@ def test_the_script_passes_the_exit_code_on(tmp_path):
     assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, '', 1)
     done = subprocess.run([SCRIPT, '--version'], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and done.stdout.startswith('rookworld_nb ')
+
+
+@pytest.mark.parametrize('words', [['score'], ['generate']])
+def test_bytes_that_are_no_text_are_a_mistake(words):
+    done = subprocess.run([sys.executable, '-m', 'rookworld_nb.cli', *words], input=b'P: caf\xe9\n', capture_output=True,
+                          env=os.environ | {'PYTHONIOENCODING': 'utf-8:strict'})
+    assert done.returncode == 2 and done.stderr.decode().count('\n') == 1 and 'standard input: not UTF-8' in done.stderr.decode()
+
+
+def test_a_negative_number_may_have_an_exponent(call):
+    assert call('score', '--penalty', '-3e-1', stdin=ROW)[1] == call('score', '--penalty', '-.3', stdin=ROW)[1] != []
 
 
 def test_a_reader_may_leave_early():
@@ -570,7 +584,7 @@ def test_eval_examines_rare_moves(call, cwd):
     code, lines, _ = call('eval', '--suite', 'stress', '--limit', '5', '--json')
     report = json.loads(lines[0])
     assert code == 0 and {row['task'] for row in report['metrics']} == {'A'} and sum(row['n'] for row in report['recall']) == 5
-    assert {row['class'] for row in report['recall']} == {'illegal'}
+    assert {row['class'] for row in report['recall']} > {'illegal'}    # the file is sorted by kind
 
 
 def test_eval_compares_two_models(call, tiny, cwd):

@@ -131,7 +131,7 @@ def test_stop_draws_because_no_update_follows(pictures, clock):
 def test_stop_before_the_first_step():
     dash = Dashboard(total_steps=60)
     dash.stop.click()
-    assert dash.stopped and dash.status.value == 'Stopped before the first step'
+    assert dash.stopped and dash.status.value == 'Stopped without a step'
 
 
 def test_loop_with_a_pause_ends_within_two_steps():
@@ -174,6 +174,14 @@ def test_the_end_of_a_run_that_was_stopped_or_is_done_stays_what_it_was(undrawn)
     stopped.stop.click()
     for dash in (stopped, done): dash.end('because')
     assert stopped.status.value.startswith('Stopped after step 1') and done.status.value.startswith('Done: 1 steps')
+
+
+def test_a_run_that_fails_in_its_last_step_is_not_done(undrawn):
+    dash = Dashboard(total_steps=2)
+    for step in (1, 2): dash.update({'step': step, 'reward': .5})
+    dash.end('diverged at step 2', failed=True)
+    assert dash.status.value.startswith('Failed after step 2 of 2') and dash.stop.description == 'Failed'
+    assert dash.bar.style.bar_color == MUTED and dash.news.value == 'diverged at step 2'
 
 
 def test_waiting_then_pace_and_time_left(clock):
@@ -482,7 +490,7 @@ def test_stop_ends_a_pause(undrawn):
         asyncio.get_running_loop().call_later(.1, dash.stop.click)
         return await dash.listen(lambda *wish: '')
     dash = Dashboard(total_steps=60)
-    assert asyncio.run(both(dash)) is False and dash.status.value.startswith('Stopped before the first step')
+    assert asyncio.run(both(dash)) is False and dash.status.value.startswith('Stopped without a step')
 
 
 # ---- how it shows itself

@@ -11,6 +11,7 @@ import tracemalloc
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import chess
 import pytest
@@ -106,6 +107,24 @@ def test_a_shard_has_one_owner(quick, tmp_path):
     with locked(job.place('lock', 0)) as mine:
         assert mine and not label_shard(job, 0, Engine()) and not job.place('done', 0).exists()
     assert not label_shard(job, 0, Engine(), alone=lambda: True) and label_shard(job, 0, Engine()) and label_shard(job, 0, Engine())
+
+
+def test_a_worker_whose_starter_is_gone_leaves_shards_undone(tmp_path, monkeypatch):
+    asked = []
+
+    class Slow(Engine):
+        def analyse(self, fen):
+            asked.append(fen)
+            time.sleep(.05)
+            return super().analyse(fen)
+    monkeypatch.setattr(positions, 'Stockfish', Slow)
+    monkeypatch.setattr(positions, 'parent_process', lambda: SimpleNamespace(is_alive=lambda: False))
+    (tmp_path/'in.txt').write_text('\n'.join(games(60)))
+    job = Labelling(str(tmp_path/'out.txt'), shards=4)
+    cut_inputs(job, [tmp_path/'in.txt'], Engine.name)
+    label_worker(job, 0, 1)
+    assert 1 <= len(asked) <= 20    # it looks every half second
+    assert not all(job.place('done', n).exists() for n in range(4))
 
 
 def children_of(process): return [int(child) for child in Path(f'/proc/{process}/task/{process}/children').read_text().split()]

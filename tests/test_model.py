@@ -216,6 +216,7 @@ def test_rows_may_leave_before_the_first_step():
     prompts, mask, new, expected = grouped_case(model, 3, 2, 5, 2, 'left')
     keep = torch.tensor([True, False, False, False, True, True])
     with torch.no_grad():
+        with pytest.raises(SequenceError, match='before the first step'): KVCache().select(torch.tensor([0, 1]))
         for cache in (KVCache(), KVCache(n_slots=6)):
             cache.select(keep if cache.n_slots == 0 else keep.nonzero().squeeze(1))
             assert_close(model.extend(new[keep], model.prefill(prompts, mask), cache), expected[keep])

@@ -150,6 +150,10 @@ def test_black_waits_for_white_and_takes_back_its_own_move():
     assert [move.uci() for move in game.board.move_stack] == ['e2e4'] and game.board.turn == chess.BLACK and game.words() == 'your move'
     game.take_back()
     assert game.board.ply() == 1  # the model's first move stays
+    untouched = Game(Scripted('e2e4'), chess.BLACK)
+    thought = untouched.thought
+    untouched.take_back()
+    assert untouched.thought is thought is not None and untouched.diagrams()    # there was nothing to undo
     assert clicked(game, 'd7', 'd5').board.peek().uci() == 'g1f3'
 
 

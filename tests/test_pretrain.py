@@ -10,12 +10,12 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from rookworld_nb.positions import PUZZLES, Sample, generate_positions, random_play, read_lines, shipped, write_lines
+from rookworld_nb.positions import PUZZLES, Sample, generate_positions, random_play, read_lines, seen_positions, shipped, write_lines
 from rookworld_nb.pretrain import (ENV_SHARES, HELD_SHARDS, PROMPT_TOKENS, PretrainConfig, PretrainError, Rows,
                                    batches, board_tokenizer, completion_loss, completion_mask, env_sample, find_kind,
                                    first_model, illegal_move, legal_list, make_env_data, make_policy_data,
-                                   make_stress, move_kind, pack, policy_sample, prepare, pretrain, ranked,
-                                   read_excluded, square_slots, token_weights, train, whole_shard)
+                                   make_prompts, make_stress, move_kind, pack, policy_sample, prepare, pretrain,
+                                   ranked, read_excluded, square_slots, token_weights, train, whole_shard)
 from rookworld_nb.model import GPT, GPTConfig
 from rookworld_nb.rules import Candidate, env_step, fen_key, legal_moves
 from rookworld_nb.suites import shipped_puzzles
@@ -194,6 +194,39 @@ def test_a_model_to_start_from_is_refused_before_any_data_is_made(tmp_path, monk
     monkeypatch.setattr('rookworld_nb.pretrain.prepare', lambda *_: pytest.fail('data were made'))
     with pytest.raises(ValueError, match=words):
         pretrain(PretrainConfig(**{'output_dir': str(tmp_path), 'model': 'nano'} | changes))
+
+
+def test_a_run_that_cannot_be_gone_on_with_is_refused_before_any_data_is_made(tmp_path, monkeypatch):
+    list(small_run(tmp_path))
+    monkeypatch.setattr('rookworld_nb.pretrain.prepare', lambda *_: pytest.fail('data were made'))
+    shape = {'steps': 6, 'n_layer': 1, 'n_head': 2, 'n_embd': 16, 'batch_tokens': 400}
+    with pytest.raises(PretrainError, match='a run with another shards'): pretrain(PretrainConfig(output_dir=str(tmp_path), shards=4, **shape))
+
+
+def test_prompts_show_no_position_of_the_evaluation(tmp_path, monkeypatch):
+    class Engine:
+        def __init__(self, **_): pass
+        def __enter__(self): return self
+        def __exit__(self, *_): pass
+        def analyse(self, fen): return tuple(Candidate(uci, 0.) for uci in sorted(legal_moves(fen))[:5])
+    monkeypatch.setattr('rookworld_nb.pretrain.Stockfish', Engine)
+    rng, start = random.Random(0), chess.Board()
+    after = []
+    for move in start.legal_moves:
+        start.push(move)
+        after.append(start.fen())
+        start.pop()
+    (tmp_path/'prompts').mkdir()
+    policy = {False: [chess.STARTING_FEN], True: after[:-1]}
+    env = {False: [env_sample(chess.STARTING_FEN, move.uci()) for move in start.legal_moves], True: [env_sample(after[0], 'a7a6')]}
+    for number in range(HELD_SHARDS):
+        held = number >= HELD_SHARDS - 2
+        write_lines([policy_sample(fen, Engine().analyse(fen), rng) for fen in policy[held]], tmp_path/'prompts'/f'policy-{number:04d}.txt')
+        write_lines(env[held], tmp_path/'prompts'/f'env-{number:04d}.txt')
+    rare = [env_sample(after[-1], 'a7a6')]
+    train, held = make_prompts(tmp_path, rare)
+    shown = seen_positions(held + rare)
+    assert train and held and shown & {fen_key(fen) for fen in after} and not seen_positions(train) & shown
 
 
 def test_a_model_with_other_words_is_refused(tmp_path):

@@ -22,8 +22,8 @@ from rookworld_nb.monitor import read_metrics
 from rookworld_nb.positions import shipped, write_lines
 from rookworld_nb.rewards import EngineSilent
 from rookworld_nb.rules import EngineNotFound, Stockfish, fen_key, find_stockfish
-from rookworld_nb.run import (BY_SIZE, PRESETS, CheckpointError, Run, RunError, TrainConfig, checkpoints_of, closing_table, heldout_samples, newest_checkpoint,
-                              read_checkpoint, read_events, resumed_config, train, training_samples, write_checkpoint)
+from rookworld_nb.run import (BY_SIZE, OPEN, PRESETS, CheckpointError, Run, RunError, TrainConfig, checkpoints_of, closing_table, heldout_samples, newest_checkpoint,
+                              read_checkpoint, read_events, resumed_config, train, training_samples, trial_run, write_checkpoint)
 from rookworld_nb.weights import load_pretrained, save_pretrained
 
 SHORT = TrainConfig(replays=2, steps=4, batch_positions=5, group_size=4, eval_policy=6, eval_env=3, eval_samples=2, save_every=2, warmup_steps=1,
@@ -127,7 +127,7 @@ def test_heldout_positions_never_reach_training(tmp_path):
 
 @pytest.mark.parametrize('changes, message', [
     (dict(steps=0), '--steps 0'), (dict(replays=0), '--replays 0'), (dict(temperature=0.), 'temperature'),
-    (dict(group_size=1), 'group_size'), (dict(lr_schedule='cosin'), 'cosin'), (dict(reward_shaping='nice'), 'nice'),
+    (dict(group_size=1), 'group_size'), (dict(group_size=0, micro_batch_size=8), 'group_size'), (dict(lr_schedule='cosin'), 'cosin'), (dict(reward_shaping='nice'), 'nice'),
     (dict(kl_estimator='k3'), 'k3'), (dict(lr=-1.), 'lr'), (dict(max_positions=0), '--max-positions 0'),
     (dict(mix_env_ratio=1.5), '--mix-env-ratio 1.5'), (dict(mix_env_ratio=math.nan), '--mix-env-ratio nan'), (dict(rare_env_ratio=-.1), '--rare-env-ratio -0.1'),
     (dict(rare_env_ratio=math.nan), '--rare-env-ratio nan'), (dict(eval_every=0), '--eval-every 0'),
@@ -207,7 +207,7 @@ def digest(value):
 def contents(folder):
     "Everything that a run leaves behind, but for clocks: metrics, completions, weights, and what trainer.pt holds."
     final = folder/'final_checkpoint'
-    state = read_checkpoint(final)
+    state = read_checkpoint(final) | {'seconds': None}
     for experience in state['buffer']['experiences']:
         experience['gen_seconds'] = None
     return {'metrics': rows_of(folder), 'weights': (final/'model.safetensors').read_bytes(), 'state': digest(state),
@@ -294,6 +294,50 @@ def test_a_run_goes_on_from_a_configuration_made_by_hand(tmp_path):
     assert Run(TrainConfig(output_dir=str(folder), resume=True, steps=3)).config.steps == 3
     assert Run(resumed_config(output_dir=str(folder), steps=100)).config.steps == 100 == TrainConfig().steps    # asked for, though a default
     with pytest.raises(RunError, match='--kl-coef 0.07'): Run(TrainConfig(output_dir=str(folder), resume=True, kl_coef=.07))
+
+
+def test_a_run_whose_open_settings_were_all_given_is_gone_on_with(tmp_path):
+    given = {name: (1 if name == 'replays' else getattr(TrainConfig().for_size(1), name)) for name in OPEN if name != 'credit'}
+    config = replace(SHORT, output_dir=str(tmp_path/'run'), eval_policy=0, eval_env=0, **given | {'batch_positions': 2})
+    assert config.credit is None
+    next(Run(config).steps())
+    run = Run(replace(config, resume=True))
+    assert run.trainer.step == 1 and run.config.credit == 'part'
+
+
+def test_a_run_from_before_there_was_a_setting_is_gone_on_with(tmp_path):
+    folder = tmp_path/'run'
+    list(Run(replace(TINY, steps=1, output_dir=str(folder))).steps())
+    config = json.loads((folder/'config.json').read_text())
+    (folder/'config.json').write_text(json.dumps({name: value for name, value in config.items() if name not in ('drop_tied', 'eval_every', 'rare_env_ratio')}))
+    resumed = Run(resumed_config(output_dir=str(folder), steps=2)).config
+    assert not resumed.drop_tied and resumed.rare_env_ratio is None
+    with pytest.raises(RunError, match='--drop-tied True: the run in .* has False'): resumed_config(output_dir=str(folder), drop_tied=True)
+
+
+def test_a_run_without_held_out_positions_says_how_it_ended_and_how_long_it_took(tmp_path):
+    config = replace(TINY, steps=2, output_dir=str(tmp_path/'run'))
+    assert train(config).empty
+    summary = json.loads((tmp_path/'run'/'summary.json').read_text())
+    assert summary['stop_reason'] == 'all 2 steps are done' and summary['comparison'] == [] and 0 < summary['seconds'] < 600
+    state = read_checkpoint(tmp_path/'run'/'final_checkpoint')
+    assert 0 < state['seconds'] <= summary['seconds']
+    again = Run(resumed_config(output_dir=str(tmp_path/'run'), steps=3))
+    assert again.seconds > state['seconds']
+    again.started -= 1000
+    again.save('final_checkpoint')
+    assert Run(resumed_config(output_dir=str(tmp_path/'run'), steps=3)).seconds > 1000
+
+
+def test_a_batch_is_tried_that_is_smaller_than_what_a_step_learns_from(tmp_path):
+    run = Run(replace(TINY, batch_positions=8, minibatch_positions=8, buffer_capacity=1, output_dir=str(tmp_path/'run')))
+    assert trial_run(run, 2, 2).trainer.step == 2 and run.config.minibatch_positions == 8 and run.trainer.step == 0
+
+
+def test_lines_of_the_evaluation_alone_are_named_as_such(tmp_path):
+    write_lines(shipped('heldout')[:20], tmp_path/'lines.txt')
+    config = TrainConfig(data=str(tmp_path/'lines.txt'))
+    with pytest.raises(ValueError, match='lines.txt: all its positions are those of the evaluation'): training_samples(config, heldout_samples(config))
 
 
 def test_checkpoints_that_cannot_be_read_are_no_reason_to_start_again(whole, tmp_path):
@@ -572,6 +616,12 @@ def test_impossible_wishes_change_nothing(wish, value, said, tmp_path):
     run = Run(replace(SHORT, output_dir=str(tmp_path/'run')))
     with pytest.raises(RunError, match=said): run.steer(wish, value)
     assert run.events == [] and run.levers == {'kl_coef': .02, 'lr_scale': 1.} and not run.folder.exists()
+
+
+def test_the_adaptive_control_is_not_given_a_weight_that_it_cannot_move(tmp_path):
+    run = Run(replace(SHORT, kl_control='adaptive', output_dir=str(tmp_path/'run')))
+    with pytest.raises(RunError, match='kl_coef 0.0: must be finite and above 0'): run.steer('kl_coef', 0.)
+    Run(replace(SHORT, output_dir=str(tmp_path/'other'))).steer('kl_coef', 0.)
 
 
 def test_presets_are_functions_that_can_be_changed():

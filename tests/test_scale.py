@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from collections import Counter
 from types import SimpleNamespace
 
@@ -81,7 +82,8 @@ def test_a_part_of_a_grid_is_a_random_part():
 @pytest.mark.parametrize('arguments, said', [
     (({}, ('lr=0..1',)), '--trials'), (({}, ('grid',), 0), '--trials 0'), (({'lr': 1e-4},), '--lr'), (({'group_size': 2},), '--group-size'), (({'auto_batch_size': True},), '--auto-batch-size'),
     (({'resume': True},), '--resume'), (({}, ('batch=1x2', 'group_size=2')), 'group_size'), (({}, ('kl_estimator=kl4',)), 'kl4'),
-    (({}, ('temperature=-1..1',), 3), 'temperature'), (({'eval_policy': 0, 'eval_env': 0},), '--eval-policy')])
+    (({}, ('temperature=-1..1',), 3), 'temperature'), (({'eval_policy': 0, 'eval_env': 0},), '--eval-policy'),
+    (({}, ('auto_batch_size=true|false',)), '--space auto_batch_size')])
 def test_a_study_that_cannot_be_is_refused(arguments, said):
     with pytest.raises(ValueError, match=said): Search(*arguments)
 
@@ -280,6 +282,27 @@ def test_an_interrupted_ticket_is_issued_again(stubbed):
     work(search, 1)
     table = trial_table(study, search)
     assert table['outcome'].tolist() == ['hopeless', 'success', 'no gain'] and table['lr'].tolist() == [point['lr'] for point in search.points]
+
+
+def test_a_worker_hears_ctrl_c_from_its_starter_alone(stubbed, monkeypatch):
+    groups = []
+    monkeypatch.setattr(scale.os, 'setpgid', lambda *who: groups.append(who))
+    monkeypatch.setattr(scale, 'trials_of', lambda *_: iter(()))
+    work(stubbed[0], 1)
+    assert groups == []    # this process is nobody's worker
+    monkeypatch.setattr(scale, 'parent_process', lambda: 'starter')
+    work(stubbed[0], 1)
+    assert groups == [(0, 0)]
+
+
+def test_a_study_is_checked_where_it_will_be_written(tmp_path, lines, monkeypatch):
+    (tmp_path/'here').mkdir()
+    monkeypatch.chdir(tmp_path/'here')
+    Path('runs').write_text('no folder')
+    monkeypatch.setattr(scale, 'tables_of', lambda *_: iter(()))
+    assert len(next(run_search(Search(tiny(tmp_path, lines), ('lr=1e-4|1e-3',))))) == 0
+    with pytest.raises(ValueError, match='--output-dir .*no folder that can be written to'):
+        next(run_search(Search(tiny(tmp_path, lines, output_dir='runs/study'), ('lr=1e-4|1e-3',))))
 
 
 def test_a_second_copy_of_a_ticket_is_torn_up(stubbed):

@@ -691,6 +691,34 @@ def test_a_proposed_state_counts_only_once_an_update_has_found_it_sound(model):
     assert equal_states(trainer.good['model'], proposed) and not same(model, proposed)
 
 
+def test_neither_the_control_nor_a_good_state_hears_samples_of_an_older_policy(model):
+    kl = KLConfig(kl_coef=.01, kl_control='adaptive', kl_target=1e-9)
+    trainer, heard = Trainer(model, config(steps=60, lr=1e-2, kl=kl)), []
+    source = RolloutBuffer(collector(model), BufferConfig(capacity=2, replays=2, minibatch_positions=1))
+    def watched():
+        for minibatch in source:
+            heard.append(minibatch.fresh)
+            yield minibatch
+    moved = []
+    trainer.kl.update = lambda kl, step: moved.append(step + 1)
+    good = []
+    for row in trainer.run(watched()):
+        good.append(trainer.proposed)
+        trainer.propose()
+    assert moved == [step for step, new in enumerate(heard, 1) if new] and 0 < len(moved) < len(heard)
+    assert good[1:] == [not new for new in heard[1:]]    # what was proposed waits for fresh samples
+
+
+def test_an_update_without_a_token_is_skipped(model, caplog):
+    trainer = Trainer(model, config(steps=9, max_skipped=3, kl=KLConfig(kl_coef=.5, kl_control='adaptive', kl_target=.05)))
+    before = weights(model)
+    first = next(collector(model))
+    empty = replace(first, parts=tuple(replace(part, loss_mask=torch.zeros_like(part.loss_mask)) for part in first.parts))
+    row, = steps(trainer, iter([empty]), 1)
+    assert same(model, before) and row['skipped_updates'] == 1 and 'no token counts' in caplog.text
+    assert trainer.kl.kl_coef == .5 and not trainer.optimizer.state
+
+
 def test_a_checkpoint_that_nothing_has_judged_is_not_the_good_state_after_a_resume(base):
     first = Trainer(copy.deepcopy(base), config(steps=50, lr=1e-2))
     steps(first, collector(first.model), 1)
