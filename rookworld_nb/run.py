@@ -542,12 +542,12 @@ def resumed_config(
 ) -> TrainConfig:  # the run's own, with what may be changed
     "The configuration to go on with."
     folder = run_folder(TrainConfig(output_dir=asked.get('output_dir'), resume=True))
-    stored = {'credit': 'answer', 'rare_env_ratio': None}    # of runs from before there was a choice
+    stored = {field.name: field.default for field in fields(TrainConfig)}    # of before there was a setting
+    stored |= {'credit': 'answer', 'rare_env_ratio': None}    # and of before there was a choice
     try:
         stored |= json.loads((folder/'config.json').read_text(encoding='utf-8'))
     except ValueError as error:
         raise RunError(f'--resume: {folder/"config.json"} is not JSON: {error}') from None
-    stored = {field.name: field.default for field in fields(TrainConfig)} | stored    # of before there was a setting
     for name, value in asked.items():
         if name not in FREE and stored[name] != value:
             raise RunError(f'--{name.replace("_", "-")} {value}: the run in {folder} has {stored[name]}, and '

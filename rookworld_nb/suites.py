@@ -394,8 +394,6 @@ def to_epd(
     return board.epd(**operations)
 
 
-
-
 def shipped_puzzles(
     name: str,      # 'mates' or 'tactics'
 ) -> list[Puzzle]:  # 300, in file order
