@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from rookworld_nb.evaluate import OUTCOMES, compare, evaluate, paired_difference, select_rows
+from rookworld_nb.evaluate import OUTCOMES, compare, evaluate, select_rows
 from rookworld_nb.positions import by_task, read_lines, shipped, shipped_positions
 from rookworld_nb.pretrain import make_policy_data, read_excluded
 from rookworld_nb.rewards import RewardScorer
@@ -23,6 +23,7 @@ from rookworld_nb.run import TrainConfig
 from rookworld_nb.weights import load_pretrained
 
 SHARD, NODES, SEED = 2000, 1000, 99
+RARE = [*(f'{name}_recall' for name in OUTCOMES), 'false_alarms']
 
 
 def fresh_positions(count, cache, exclude):
@@ -35,17 +36,9 @@ def fresh_positions(count, cache, exclude):
 
 
 def rare_moves(before, after):
-    "Rows like those of `compare`: recall of each outcome, and false alarms."
-    rows, tables = [], []
-    for table in (select_rows(before, 'A'), select_rows(after, 'A')):
-        right = (table['reward_correct'] == 1) & (table['flags_correct'] == 1)
-        columns = {f'recall_{name}': right.where(table['truth'] == name).astype(float) for name in OUTCOMES}
-        alarms = table['predicted'].isin(OUTCOMES).where(~table['truth'].isin(OUTCOMES)).astype(float)
-        tables.append(table.assign(**columns, false_alarms=alarms))
-    for metric in (*columns, 'false_alarms'):
-        change = paired_difference(*tables, metric)
-        rows.append(('A rare', metric, *(table[metric].mean() for table in tables), *change))
-    return pd.DataFrame(rows, columns=['task', 'metric', 'before', 'after', 'difference', 'standard_error', 'z', 'n'])
+    "Rows of `compare`: recall of each outcome, and false alarms."
+    table = compare(select_rows(before, 'A'), select_rows(after, 'A')).reset_index()
+    return table[table['metric'].isin(RARE)].assign(task='A rare')
 
 
 def main():
@@ -68,7 +61,7 @@ def main():
         if start not in before: before[start] = examine(config.model)
         both = before[start], examine(run/'final_checkpoint')
         natural = [table[table['prompt'] < len(samples)] for table in both]
-        table = pd.concat([compare(*natural).reset_index().drop(columns='temperature'), rare_moves(*both)])
+        table = pd.concat([compare(*natural).reset_index(), rare_moves(*both)]).drop(columns='temperature')
         settings = {'run': run.name, 'rare_env_ratio': config.rare_env_ratio, **{name: getattr(config, name) for name in ('credit', 'steps', 'lr', 'seed')}}
         tables.append(table.assign(**settings)[[*settings, *table.columns]])
         print(run.name, ', '.join(f'{row.task}: {row.metric} {row.difference:+.4f} (z {row.z:+.1f})' for row in table.itertuples()

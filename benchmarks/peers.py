@@ -88,23 +88,12 @@ def make_work(name: str, folder: Path) -> Work:
     return Work(str(folder), ['P: ' + ' '.join(f'w{i}' for i in row) for row in ids], n, 96 if small else 64, even_words)
 
 
-def matmul_rate(bf16: bool) -> float:
-    "FLOP/s of large matrix products in this process: the best of five."
-    kind = torch.bfloat16 if bf16 else torch.float32
-    a, b, seconds = torch.randn(1024, 768).to(kind), torch.randn(768, 3072).to(kind), []
-    for _ in range(6):
-        start = time.perf_counter()
-        for _ in range(5): a @ b
-        seconds.append(time.perf_counter() - start)
-    return 5*2*1024*768*3072/min(seconds)
-
-
 def floor_seconds(work: Work, prompt_tokens: int, completion_tokens: int, bf16: bool, part: str) -> float:
     "Time of the matrix products that nobody can leave out."
-    from rookworld_nb.hardware import forward_operations
+    from rookworld_nb.hardware import forward_operations, product_rate
     from rookworld_nb.weights import load_config
     forward = forward_operations(load_config(work.folder), prompt_tokens + completion_tokens, 0, completion_tokens)
-    return forward*{'generation': 1, 'step': 5}[part]/matmul_rate(bf16)
+    return forward*{'generation': 1, 'step': 5}[part]/product_rate(torch.device('cpu'), bf16)
 
 
 def timed(function, repeats: int) -> list[float]:

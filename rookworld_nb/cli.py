@@ -448,9 +448,8 @@ def label(
     stockfish_path: Path | None = None,  # the executable; none looks for it
 ) -> None:
     "Write a P: line with Stockfish's five best moves for every position; killed, the same command goes on."
-    from rookworld_nb.positions import Labelling, label_files, policy_line
-    from rookworld_nb.rules import StockfishPool, legal_moves
-    from rookworld_nb.tasks import policy_prompt
+    from rookworld_nb.positions import Labelling, count_moves, label_files, policy_line
+    from rookworld_nb.rules import StockfishPool
     if input:
         if fens or output is None:
             raise UsageError('--input: needs --output, a new file, and no positions beside it')
@@ -459,7 +458,7 @@ def label(
     if output and output.suffix == '.gz': raise UsageError(f'--output {output}: plain text is added to it; not .gz')
     wanted = dict.fromkeys(' '.join(line.split()) for line in input_lines(fens, 'FENs'))
     for number, fen in enumerate(wanted, 1):
-        try: wanted[fen], _ = len(legal_moves(fen)), policy_prompt(fen)    # a line needs all six fields
+        try: wanted[fen] = count_moves(fen)
         except ValueError as error: raise UsageError(f'position {number}: {error}') from None
     with StockfishPool(processes, path=stockfish_path, nodes=nodes) as pool:
         done = positions_in(output) if output else set()

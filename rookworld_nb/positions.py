@@ -6,10 +6,10 @@
 __all__ = ['logger', 'SHIPPED', 'PUZZLES', 'OPENINGS', 'CENTRE', 'HOME_RANK', 'PIECE_MIX', 'Sample', 'DataError', 'text_file',
            'data_files', 'lazy_lines', 'read_lines', 'warn_malformed', 'write_lines', 'shipped', 'seen_positions',
            'shipped_positions', 'split_by_position', 'Position', 'opening_positions', 'development_weight',
-           'random_play', 'random_endgame', 'generate_positions', 'LabelError', 'policy_line', 'shard_of', 'Labelling',
-           'locked', 'write_plan', 'labelled_in', 'plan_of', 'cut_inputs', 'label_shard', 'label_worker', 'told',
-           'merge_shards', 'finish', 'label_files', 'by_task', 'prompt_pools', 'Rounds', 'Blend', 'is_rare',
-           'env_stream', 'PromptMix']
+           'random_play', 'random_endgame', 'generate_positions', 'LabelError', 'policy_line', 'count_moves',
+           'shard_of', 'Labelling', 'locked', 'write_plan', 'labelled_in', 'plan_of', 'cut_inputs', 'label_shard',
+           'label_worker', 'told', 'merge_shards', 'finish', 'label_files', 'by_task', 'prompt_pools', 'Rounds',
+           'Blend', 'is_rare', 'env_stream', 'PromptMix']
 
 # %% ../nbs/04_positions.ipynb #8bbc9c47
 import gzip
@@ -376,6 +376,14 @@ def policy_line(
     return format_policy(fen, [c.uci for c in shuffled], [c.pawns for c in shuffled], candidates[0].uci, padded)
 
 
+def count_moves(
+    fen: str,  # a position to label
+) -> int:      # its legal moves
+    "How many moves there are to choose from; a FEN that is no prompt, of four fields for example, raises a ValueError."
+    policy_prompt(fen)
+    return len(legal_moves(fen))
+
+
 def shard_of(
     fen: str,     # the position, as text
     shards: int,  # how many there are
@@ -500,7 +508,7 @@ def label_shard(
                 if fen in done: continue
                 if alone(): return False
                 try:
-                    several, _ = len(legal_moves(fen)) > 1, policy_prompt(fen)    # a line needs all six fields
+                    several = count_moves(fen) > 1
                     if several: file.write(policy_line(fen, engine.analyse(fen), job.seed, job.padded) + '\n')
                     single, silent = single + (not several), 0
                 except EngineError as error:

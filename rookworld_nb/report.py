@@ -40,7 +40,7 @@ from matplotlib.colors import ListedColormap
 from matplotlib.ticker import MaxNLocator, MultipleLocator
 
 from . import __version__
-from .evaluate import METRICS as EVALUATED
+from .evaluate import TASK_METRICS
 from .monitor import (
     BAND, BLUE, COLOURS, FAINT, INK, LIGHT_COLOURS, MUTED, ORANGE, STYLE, TABLE_COLUMNS, Curves, Light, Panel, Picture,
     column, dress, lights, metric_for, metric_rows, overall, plain, plot_curves, read_completions, values_of,
@@ -703,7 +703,7 @@ def change_row(
     row: Mapping[str, Any],  # of `comparison`
 ) -> list[Any]:  # cells
     "A row of the before/after table."
-    known = EVALUATED.get(row['task'], {}).get(row['metric'])
+    known = TASK_METRICS.get(row['task'], {}).get(row['metric'])
     meaning = element('small', known.meaning) if known else None
     metric = element('span', element('b', row['metric']), meaning, class_='metric')
     numbers = [number(row[name], form) for name, form in (
