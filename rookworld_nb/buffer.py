@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from .grpo import BASELINES, REWARD_SCALES, EMATracker, compute_advantages
 from .hardware import ALONE, Ranks
-from .kl import SAMPLED_KL, SettingError, check_option, per_token_kl
+from .kl import SettingError, check_option, per_token_kl
 from .model import GPT, GPTConfig
 from .positions import Sample, by_task
 from .rewards import Scores
@@ -274,13 +274,11 @@ class CollectorConfig:
     baseline: str = 'group_mean'      # what a reward is compared with: group_mean | ema | adaptive | leave_one_out
     scale_rewards: str = 'group'      # what the difference is divided by: group | batch | none
     mask_truncated: bool = False      # completions that were cut off train nothing
-    penalty_estimator: str = 'kl1'    # of the KL that is taken from the rewards, where it is: kl1 | kl2 | kl3
     keep_ref_hidden: bool = False     # keep the reference's hidden states: an exact KL needs them
     seed: int = 0                     # of the sampler's random numbers
 
     def __post_init__(self) -> None:
         check_option('baseline', self.baseline, BASELINES)
-        check_option('penalty_estimator', self.penalty_estimator, SAMPLED_KL)
         check_option('scale_rewards', self.scale_rewards, REWARD_SCALES)
         for name, least in (('group_size', 2), ('max_new_tokens_policy', 1), ('max_new_tokens_env', 1)):
             if getattr(self, name) < least:
@@ -313,14 +311,15 @@ def ask_reference(
     "What the reference thinks of sampled tokens, at the temperature that they were sampled with."
     if ref_model is None:
         return None, None
-    r, mask = rollouts, rollouts.completion_mask
+    r, here = rollouts.to(ref_model.wte.weight.device), rollouts.logprobs.device    # it may have a device of its own
+    mask = r.completion_mask
     logprobs, dense = r.logprobs, r.logprobs.new_zeros(*mask.shape, ref_model.cfg.n_embd) if with_hidden else None
     if r.texts:    # else other processes have all of this task
         hidden = completion_hidden(ref_model, r.prompt_ids, r.prompt_mask, r.completion_ids, mask, r.group_size)
         logprobs, _ = hidden_logprobs(ref_model, hidden, r.completion_ids, r.temperature, mask, with_entropy=False)
         if with_hidden:
             dense[mask] = hidden
-    return logprobs, dense
+    return logprobs.to(here), None if dense is None else dense.to(here)
 
 # %% ../nbs/12_buffer.ipynb #9d14b0d2
 def advantages_of(
@@ -364,13 +363,12 @@ def priced(
     scores: Scores,                # of all completions, part after part
     rollouts: Sequence[Rollouts],  # the completions of each part
     references: Sequence[tuple],   # log-probabilities and hidden states of the reference, for each part
-    estimator: str,                # of the KL of a token: kl1 | kl2 | kl3
     weight: float,                 # reward that a nat costs
 ) -> tuple[Scores, float]:         # the scores with lower rewards; what was taken from a reward, on average
-    "Take the KL of each completion, summed over its tokens, from its reward."
+    "Take the KL of each completion, kl1 summed over its tokens, from its reward."
     if references[0][0] is None:
         raise SettingError('a KL taken from the rewards needs a reference, and there is none')
-    kl = [(per_token_kl(done.logprobs, reference[0], estimator)*done.completion_mask).sum(1).cpu()
+    kl = [(per_token_kl(done.logprobs, reference[0], 'kl1')*done.completion_mask).sum(1).cpu()
           for done, reference in zip(rollouts, references)]
     price = weight*torch.cat(kl)
     return replace(scores, rewards=scores.rewards - price), float(price.mean())
@@ -473,7 +471,7 @@ class Collector:
         texts = [text for done in rollouts for text in done.texts]
         rows = [sample for share in shares for sample in share for _ in range(c.group_size)]
         scores = self.scorer([s.prompt for s in rows], texts, [s.completion or None for s in rows])
-        if self.penalty: scores, paid = priced(scores, rollouts, references, c.penalty_estimator, self.penalty())
+        if self.penalty: scores, paid = priced(scores, rollouts, references, self.penalty())
         compare = partial(compute_advantages, baseline=c.baseline, scale_rewards=c.scale_rewards, tracker=self.tracker)
         advantages = advantages_of(shares, rollouts, scores, compare, self.credit)
         parts = assemble(shares, rollouts, scores, advantages, references, self.end_id, c.mask_truncated)

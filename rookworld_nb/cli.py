@@ -9,13 +9,14 @@ __all__ = ['logger', 'REQUIRED', 'READERS', 'SUITES', 'Suites', 'HEADINGS', 'COM
            'batches', 'generate', 'read_rows', 'read_row', 'score', 'positions_in', 'label', 'evaluation_samples',
            'examine', 'suite_puzzles', 'suite_openings', 'play_suites', 'evaluate_model', 'metric_tables',
            'report_evaluation', 'as_columns', 'train', 'pretrain', 'report', 'ablate', 'search', 'push', 'batch_size',
-           'Command', 'run_command', 'overview', 'is_input_error', 'console_logging', 'main']
+           'Command', 'run_command', 'overview', 'is_input_error', 'drop_output', 'console_logging', 'main']
 
 # %% ../nbs/23_cli.ipynb #0f1f1bea
 import argparse
 import ast
 import dataclasses
 import difflib
+import errno
 import inspect
 import io
 import json
@@ -90,6 +91,7 @@ class Flag(NamedTuple):
 @cache
 def flags_of(
     target: Callable,  # a function or a dataclass whose parameters or fields are commented
+    without: tuple[str, ...] = (),  # names of some that are no flags
 ) -> dict[str, Flag]:  # by name, in order; a parameter without an annotation is not a flag
     "Turn a signature into flags."
     kinds, notes, defaults = typing.get_type_hints(target), {}, {}
@@ -99,7 +101,8 @@ def flags_of(
     if dataclasses.is_dataclass(target):
         factories = {f.name: f.default_factory for f in dataclasses.fields(target)}
         defaults = {name: make() for name, make in factories.items() if make is not dataclasses.MISSING}
-    parameters = {name: p for name, p in inspect.signature(target).parameters.items() if name in kinds}
+    parameters = {name: p for name, p in inspect.signature(target).parameters.items()
+                  if name in kinds and name not in without}
     return {name: Flag(name, kinds[name], defaults.get(name, p.default), notes.get(name, ''),
                        p.kind is p.VAR_POSITIONAL)
             for name, p in parameters.items()}
@@ -415,12 +418,18 @@ def score(
     from rookworld_nb.rewards import RewardConfig, RewardScorer
     from rookworld_nb.rules import Stockfish
     settings, rows = RewardConfig(**rewards), read_rows(files)
+    bare = [row['prompt'] for row in rows if row['prompt'].startswith('P:') and row.get('target') is None]
+    if bare and not (engine or stockfish_path):
+        raise UsageError(f'{bare[0]!r} needs a target, the perfect completion, or --engine, to ask Stockfish')
     prompts, completions, targets = ([row.get(name) for row in rows] for name in ('prompt', 'completion', 'target'))
     with Stockfish(stockfish_path, nodes) if engine or stockfish_path else nullcontext() as judge:
         scores = RewardScorer(settings, judge)(prompts, completions, targets)
-    for row, reward, parts in zip(rows, scores.rewards.tolist(), scores.components.to_dict('records')):
-        del parts['reward']
-        emit(row | dict(reward=round(reward, 6), components=without_nan(parts)))
+    unjudged = 0
+    for row, parts in zip(rows, scores.components.to_dict('records')):
+        reward, judged = round(parts.pop('reward'), 6), math.isfinite(parts['raw'])
+        emit(row | dict(reward=reward if judged else None, components=without_nan(parts)))
+        unjudged += not judged
+    if unjudged: raise UsageError(f'{unjudged} of {len(rows)} rows could not be judged, and have no reward')
 
 # %% ../nbs/23_cli.ipynb #f38b974f
 def positions_in(
@@ -437,9 +446,9 @@ def positions_in(
 
 # %% ../nbs/23_cli.ipynb #e1c68937
 def label(
-    *fens: str,                          # positions; none: lines of standard input, or --input
-    input: tuple[str, ...] = (),         # files of FENs, plain or .gz, or folders of them, for jobs of any size
-    output: Path | None = None,          # file to add to, skipping the positions in it; none: standard output
+    *fens: str,                          # FENs, or the lines of `rookworld positions`; none: standard input, or --input
+    input: tuple[str, ...] = (),         # files of such lines, plain or .gz, or folders of them, for jobs of any size
+    output: Path | None = None,          # file to add to, skipping its positions; --input: a new one; none: standard output
     shards: int = 64,                    # of --input: pieces that the processes take in turn; --output is made of them
     processes: int = 1,                  # Stockfish processes side by side
     nodes: int = 1000,                   # search limit per position, nodes
@@ -448,7 +457,7 @@ def label(
     stockfish_path: Path | None = None,  # the executable; none looks for it
 ) -> None:
     "Write a P: line with Stockfish's five best moves for every position; killed, the same command goes on."
-    from rookworld_nb.positions import Labelling, count_moves, label_files, policy_line
+    from rookworld_nb.positions import Labelling, count_moves, fen_in, label_files, policy_line
     from rookworld_nb.rules import StockfishPool
     if input:
         if fens or output is None:
@@ -456,13 +465,15 @@ def label(
         job = Labelling(str(output), shards, nodes, seed, padded, stockfish_path and str(stockfish_path))
         return emit(json.dumps(label_files(job, input, processes)))
     if output and output.suffix == '.gz': raise UsageError(f'--output {output}: plain text is added to it; not .gz')
-    wanted = dict.fromkeys(' '.join(line.split()) for line in input_lines(fens, 'FENs'))
+    wanted = dict.fromkeys(fen_in(line) for line in input_lines(fens, 'FENs'))
     for number, fen in enumerate(wanted, 1):
         try: wanted[fen] = count_moves(fen)
         except ValueError as error: raise UsageError(f'position {number}: {error}') from None
     with StockfishPool(processes, path=stockfish_path, nodes=nodes) as pool:
         done = positions_in(output) if output else set()
         todo = [fen for fen, moves in wanted.items() if moves > 1 and fen not in done]
+        if known := sum(fen in done for fen in wanted):
+            logger.info('%d of %d positions are in %s already, and stay as they are', known, len(wanted), output)
         with open(output, 'a', encoding='utf-8') if output else nullcontext(sys.stdout) as file:
             for part in batches(todo, 16*processes):
                 for fen, candidates in zip(part, pool.analyse_many(part)):
@@ -521,9 +532,10 @@ def suite_puzzles(
     "The puzzles that were asked for."
     from rookworld_nb.suites import read_puzzles, shipped_puzzles
     lines = {'policy', 'env'} & {*suite}
-    if 'puzzles' in suite and (data is None or lines):
-        raise UsageError('--suite puzzles: needs --data, a Lichess CSV, EPD or BIG-bench file, and policy and env, '
-                         'which read other files, in a command of their own')
+    if 'puzzles' in suite and data is None:
+        raise UsageError('--suite puzzles: needs --data, a Lichess CSV, EPD or BIG-bench file')
+    if 'puzzles' in suite and lines:
+        raise UsageError(f'--suite puzzles: not with {" and ".join(sorted(lines))}, which read another kind of --data')
     if data is not None and not lines and 'puzzles' not in suite:
         raise UsageError(f'--data {data}: of --suite {",".join(suite)} none reads a file')
     readers = {'mate': lambda: shipped_puzzles('mates'), 'tactics': lambda: shipped_puzzles('tactics'),
@@ -731,13 +743,14 @@ def search(
     config,                               # what was given of a run.TrainConfig, shared by all trials
     space: tuple[str, ...] | None = None, # nano, grid, 'NAME=a|b', NAME=low..high[:log]; none: grid, or nano for nano
     trials: int | None = None,            # of the study in all; none: every point of a grid
+    output_dir: Path = Path('runs/search'), # of the study; named again, it goes on
     workers: int = 1,                     # trials side by side, a process each
     storage: str | None = None,           # URL of a database shared by machines; none: a file in --output-dir
     prune: bool = True,                   # stop trials whose reward falls
 ) -> None:
-    "Search for settings with many runs; in the same --output-dir (none: runs/search) the study goes on."
+    "Search for settings with many runs."
     from rookworld_nb.scale import Search, run_search, search_report
-    study = Search(config, space, trials, storage, prune)
+    study = Search(config | {'output_dir': str(output_dir)}, space, trials, storage, prune)
     for table in run_search(study, workers):
         logger.info('%d of %d trials, %d successes', len(table), study.size, (table['outcome'] == 'success').sum())
     emit(search_report(table, study))
@@ -783,18 +796,18 @@ def batch_size(
 class Command(NamedTuple):
     "A function and the dataclasses of whose fields it takes what was given, as a dictionary."
     run: Callable                 # its docstring is the help, its commented parameters are flags
-    configs: dict[str, str] = {}  # parameter -> 'module:dataclass', whose fields are flags too
+    configs: dict[str, str] = {}  # parameter -> 'module:dataclass', whose fields are flags too ...
+    without: tuple[str, ...] = () # ... but for these
 
 
 COMMANDS = {
     'train': Command(train, {'config': 'rookworld_nb.run:TrainConfig'}),
-    'eval': Command(evaluate_model),
-    'generate': Command(generate),
-    'score': Command(score, {'rewards': 'rookworld_nb.rewards:RewardConfig'}),
+    'eval': Command(evaluate_model), 'generate': Command(generate),
+    'score': Command(score, {'rewards': 'rookworld_nb.rewards:RewardConfig'},
+                     ('reward_warmup_steps', 'normalize', 'normalize_momentum', 'normalize_floor')),    # of many calls
     'label': Command(label), 'positions': Command(positions),
-    'uci': Command(uci), 'report': Command(report),
-    'ablate': Command(ablate), 'batch-size': Command(batch_size),
-    'search': Command(search, {'config': 'rookworld_nb.run:TrainConfig'}),
+    'uci': Command(uci), 'report': Command(report), 'ablate': Command(ablate), 'batch-size': Command(batch_size),
+    'search': Command(search, {'config': 'rookworld_nb.run:TrainConfig'}, ('output_dir', 'resume', 'auto_batch_size')),
     'push': Command(push),
     'pretrain': Command(pretrain, {'config': 'rookworld_nb.pretrain:PretrainConfig'}),
 }
@@ -807,7 +820,7 @@ def run_command(
     "Build the flags, read them, call the function."
     command = COMMANDS[name]
     configs = {parameter: pkgutil.resolve_name(place) for parameter, place in command.configs.items()}
-    sources = {target: flags_of(target) for target in (command.run, *configs.values())}
+    sources = {command.run: flags_of(command.run)} | {cls: flags_of(cls, command.without) for cls in configs.values()}
     flags = {flag: value for source in sources.values() for flag, value in source.items()}
     values = read_settings(parser_of(name, command.run.__doc__, flags), flags, words)
     chosen = {target: {flag: values[flag] for flag in source if flag in values} for target, source in sources.items()}
@@ -841,6 +854,11 @@ def is_input_error(
         return error.filename is not None and not Path(str(error.filename)).is_relative_to(files_of('rookworld_nb'))
     told = isinstance(error, UsageError) or type(error).__module__.startswith('rookworld_nb.')
     return told and isinstance(error, ValueError) and type(error).__name__ not in OURS
+
+
+def drop_output() -> None:
+    "What is still to be written to standard output has nowhere to go."
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @contextmanager
@@ -879,15 +897,16 @@ def main(
     except SystemExit as leaving:  # argparse has shown the help
         return leaving.code or 0
     except BrokenPipeError:  # the reader has seen enough, as in `rookworld positions | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        drop_output()
         return 0
     except KeyboardInterrupt:
         sys.stderr.write(f'{place}: interrupted\n')
         return 130
     except (ValueError, OSError) as error:
-        if not is_input_error(error):
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC: drop_output()    # the disk is full
+        elif not is_input_error(error):
             raise
-        text = f'{error.filename}: {error.strerror}' if isinstance(error, OSError) else str(error)
+        text = f'{error.filename or "output"}: {error.strerror}' if isinstance(error, OSError) else str(error)
         text = ', '.join([text, *getattr(error, '__notes__', ())])    # in which run it was
         sys.stderr.write(f'{place}: {" ".join(text.split())}\n')
         return 2

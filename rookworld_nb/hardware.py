@@ -107,10 +107,10 @@ def group_operations(
     prompts: Tensor,  # (B,) tokens of each prompt
     completions: Tensor, # (N,) tokens of each completion, N a multiple of B
 ) -> int:             # floating point operations
-    "What a forward pass over groups of completions cannot do without."
-    written = completions.view(len(prompts), -1)
-    pairs = (prompts**2).sum()//2 + (prompts[:, None]*written + written**2//2).sum()
-    return forward_operations(cfg, int(prompts.sum() + written.sum()), int(pairs), int(written.sum()))
+    "What a forward pass over groups of completions cannot do without; nothing follows a last token, so none reads it."
+    read = (completions - 1).clamp(min=0).view(len(prompts), -1)    # of each completion
+    pairs = (prompts*(prompts + 1)//2).sum() + (prompts[:, None]*read + read*(read + 1)//2).sum()
+    return forward_operations(cfg, int(prompts.sum() + read.sum()), int(pairs), int(completions.sum()))
 
 
 @lru_cache

@@ -202,11 +202,13 @@ def padding_bias(
 # %% ../nbs/00_gpt2.ipynb #df9d10bf
 def real_tokens(
     ids: Tensor,                       # (B, T) int64 token ids
-    attention_mask: Tensor|None=None,  # (B, T) 1/True at real tokens; None: all are real
+    attention_mask: Tensor|None,       # (B, T) 1/True at real tokens; None: all are real
+    cfg: GPTConfig,                    # of the model
 ) -> Tensor|None:                      # (B, T) bool, or None where every token is real
-    'Check the shapes of a batch and its mask.'
+    'Check a batch and its mask: their shapes, and that the model has so many positions.'
     if ids.dim() != 2 or 0 in ids.shape:
         raise SequenceError(f'ids must be (B, T) with B, T >= 1, not {tuple(ids.shape)}')
+    check_length(ids.shape[1], cfg)
     if attention_mask is None: return None
     if attention_mask.shape != ids.shape:
         raise SequenceError(f'attention_mask is {tuple(attention_mask.shape)}, ids are {tuple(ids.shape)}')
@@ -236,7 +238,7 @@ def reading(
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if memory is not None:
             k, v = k.contiguous(), v.contiguous()
-            memory.append((k, v))
+            if layer == len(memory): memory.append((k, v))    # and not again when a checkpointed block is recomputed
         return attention(q, k, v, bias)
     return Rule(None if mask is None else token_positions(mask), attend)
 
@@ -246,7 +248,6 @@ class Prefix:
     'Prompts that have been read once: what any number of continuations needs to know of them.'
     keys: tuple[Tensor, ...]    # per layer (B, H, Tp, d)
     values: tuple[Tensor, ...]  # per layer (B, H, Tp, d)
-    mask: Tensor                # (B, Tp) bool, True at real tokens
     lengths: Tensor             # (B,) int64, real tokens of each prompt
     longest: int                # real tokens of the longest prompt
     bias: Tensor|None           # (B, 1, 1, Tp) 0 at real tokens, -inf at padding; None where there is no padding
@@ -268,7 +269,7 @@ def make_prefix(
         bias = torch.zeros_like(real, dtype=hidden.dtype).masked_fill_(~real, -math.inf)[:, None, None]
     last = (real*torch.arange(Tp, device=device)).amax(1)            # (B,) column of the last real token
     last_hidden = hidden[torch.arange(B, device=device), last]       # (B, D)
-    return Prefix(*map(tuple, zip(*memory)), real, lengths, longest, bias, last_hidden)
+    return Prefix(*map(tuple, zip(*memory)), lengths, longest, bias, last_hidden)
 
 # %% ../nbs/00_gpt2.ipynb #5bd3e3e2
 CACHE_BLOCK = 16  # tokens by which a cache grows
@@ -390,11 +391,9 @@ class GPT(Transformer):
         self,
         ids: Tensor,                       # (B, T) int64 token ids
         attention_mask: Tensor|None=None,  # (B, T) 1/True at real tokens
-        memory: list|None=None,            # receives each layer's (keys, values), (B, H, T, d) each
     ) -> Tensor:                           # (B, T, D) final hidden states: `forward` before `logits`
         'Read texts.'
-        check_length(ids.shape[-1], self.cfg)
-        return self.run(ids, reading(ids, real_tokens(ids, attention_mask), self.wte.weight.dtype, memory))
+        return self.run(ids, reading(ids, real_tokens(ids, attention_mask, self.cfg), self.wte.weight.dtype))
 
     def prefill(
         self,
@@ -402,7 +401,9 @@ class GPT(Transformer):
         attention_mask: Tensor|None=None,  # (B, Tp) 1/True at real tokens
     ) -> Prefix:                           # differentiable where gradients are on
         'Read prompts once, for any number of continuations.'
-        return make_prefix(self.hidden(ids, attention_mask, memory := []), real_tokens(ids, attention_mask), memory)
+        mask, memory = real_tokens(ids, attention_mask, self.cfg), []
+        hidden = self.run(ids, reading(ids, mask, self.wte.weight.dtype, memory))
+        return make_prefix(hidden, mask, memory)
 
     def extend(
         self,

@@ -6,7 +6,7 @@
 __all__ = ['logger', 'SHIPPED', 'PUZZLES', 'OPENINGS', 'CENTRE', 'HOME_RANK', 'PIECE_MIX', 'Sample', 'DataError', 'text_file',
            'data_files', 'lazy_lines', 'read_lines', 'warn_malformed', 'write_lines', 'shipped', 'seen_positions',
            'shipped_positions', 'split_by_position', 'Position', 'opening_positions', 'development_weight',
-           'random_play', 'random_endgame', 'generate_positions', 'LabelError', 'policy_line', 'count_moves',
+           'random_play', 'random_endgame', 'generate_positions', 'LabelError', 'policy_line', 'fen_in', 'count_moves',
            'shard_of', 'Labelling', 'locked', 'write_plan', 'labelled_in', 'plan_of', 'cut_inputs', 'label_shard',
            'label_worker', 'told', 'merge_shards', 'finish', 'label_files', 'by_task', 'prompt_pools', 'Rounds',
            'Blend', 'is_rare', 'env_stream', 'PromptMix']
@@ -101,8 +101,8 @@ def data_files(
     path = Path(source)
     found = sorted(each for each in path.glob('[!.]*') if each.is_file()) if path.is_dir() else [path]
     if not found or not all(each.is_file() for each in found):
-        raise DataError(f'no data file at {str(path)!r}: give a text file of P: and A: lines, plain or .gz, '
-                        'or a folder of such files')
+        raise DataError(f'no data file at {str(path)!r}: give a text file, plain or .gz, or a '
+                        'folder of such files')
     return found
 
 # %% ../nbs/04_positions.ipynb #5e986a18
@@ -376,6 +376,15 @@ def policy_line(
     return format_policy(fen, [c.uci for c in shuffled], [c.pawns for c in shuffled], candidates[0].uci, padded)
 
 
+def fen_in(
+    line: str,  # a FEN, or a JSON object with `fen`, as `rookworld positions` writes it
+) -> str:       # the FEN; a line that has none, as it is
+    "Find the position in a line."
+    text = ' '.join(line.split())
+    try: return str(json.loads(text).get('fen', text)) if text.startswith('{') else text
+    except ValueError: return text
+
+
 def count_moves(
     fen: str,  # a position to label
 ) -> int:      # its legal moves
@@ -486,7 +495,7 @@ def cut_inputs(
         for path in paths:
             with text_file(path) as file:
                 for line in file:
-                    if fen := ' '.join(line.split()): todo[shard_of(fen, job.shards)].write(fen + '\n')
+                    if fen := fen_in(line): todo[shard_of(fen, job.shards)].write(fen + '\n')
     write_plan(job.folder, facts)
 
 # %% ../nbs/04_positions.ipynb #7820378c
@@ -563,6 +572,9 @@ def merge_shards(
 ) -> dict[str, int]:    # of `told`
     "Put the shards together; the output is there complete, or not at all."
     totals, output = told(job.folder), Path(job.output)
+    if totals['malformed'] and not any(totals[name] for name in ('lines', 'single', 'failed')):
+        shutil.rmtree(job.folder)
+        raise LabelError(f'--output {output}: not written; none of the {totals["malformed"]} lines is a position')
     aside, gone = output.with_name(f'.{output.name}.part'), Path(f'{job.folder}.done')
     with open(aside, 'wb') as file, ExitStack() as stack:
         whole = stack.enter_context(gzip.GzipFile('', 'wb', 6, file, 0)) if output.suffix == '.gz' else file
@@ -574,7 +586,7 @@ def merge_shards(
     os.replace(job.folder, gone)
     return finish(gone)
 
-
+# %% ../nbs/04_positions.ipynb #81ace59f
 def finish(
     gone: Path,       # the folder of a job whose output is there
 ) -> dict[str, int]:  # of `told`

@@ -69,7 +69,7 @@ def repack(
     kept = counts.nonzero().squeeze(1)
     if len(kept) <= 0.75*len(counts):  # otherwise copying the rest costs more than it saves
         keys, values = (tuple(x[kept] for x in store) for store in (prefix.keys, prefix.values))
-        prefix = replace(prefix, keys=keys, values=values, mask=prefix.mask[kept], lengths=prefix.lengths[kept],
+        prefix = replace(prefix, keys=keys, values=values, lengths=prefix.lengths[kept],
                          bias=None if prefix.bias is None else prefix.bias[kept], last_hidden=prefix.last_hidden[kept])
         owners, counts = torch.searchsorted(kept, owners), counts[kept]
     width = int(counts.max())

@@ -539,6 +539,7 @@ def uci_session(
             yield 'bestmove (none)'
         elif command == 'go':
             answer, legal = player([board.fen()])[0], legal_moves(board.fen())
+            if 'searchmoves' in words: legal = legal & {*words} or legal
             move = legal_choice(answer, legal, rng)[0] if legal else '(none)'
             if move in (rated := dict(reversed([*zip(answer.moves, answer.evals)]))):  # the first where one is repeated
                 yield f'info depth 1 score cp {round(100*rated[move])} pv {move}'

@@ -261,5 +261,6 @@ def split_line(
     try:
         if not complete: raise TaskFormatError('a part is missing or unreadable')
         if task == 'P': return policy_prompt(policy.fen), line[len(line[:line.index('M:')].rstrip()):]
+        _check_fen(env.new_fen)
         return env_prompt(env.fen, env.uci, env.history), line.split('+', 3)[3]
     except TaskFormatError as error: raise TaskFormatError(f"not a complete {task}: line: {line!r} ({error})") from None

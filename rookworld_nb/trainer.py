@@ -57,7 +57,7 @@ class TrainerConfig:
     kl: KLConfig = field(default_factory=KLConfig) # weight of the KL term and its control
     kl_estimator: str = 'kl3'          # of the KL term: kl1 | kl2 | kl3, exact: forward | reverse | symmetric
     kl_unbiased: bool = True           # multiply the KL by the ratio: its gradient is that of KL(policy || reference)
-    kl_in_reward: bool = False         # the collector takes the KL from the rewards (`penalty`); here it is measured
+    kl_in_reward: bool = False         # the collector takes the KL from the rewards (`penalty`); measured here
     entropy_coef: float = 0.0          # weight of the entropy bonus
     use_gae: bool = False              # advantages of tokens from a critic instead of the group's
     gamma: float = 0.99                # the critic: discount per token
@@ -98,8 +98,6 @@ def check_config(
     for name in ('lr_final', 'gamma', 'gae_lambda', 'clip_low'):
         if not 0 <= getattr(config, name) <= 1:
             raise SettingError(f'{name}={getattr(config, name)} must be between 0 and 1')
-    if config.kl_in_reward and config.kl_estimator in EXACT_KL:
-        raise SettingError(f'kl_in_reward needs kl_estimator kl1, kl2 or kl3, not {config.kl_estimator}')
     if len(config.betas) != 2 or not all(0 <= beta < 1 for beta in config.betas):
         raise SettingError(f'betas={config.betas} must be two numbers of at least 0 and below 1')
     if not math.isfinite(config.entropy_coef):
@@ -262,9 +260,10 @@ def exact_token_kl(
 ) -> Tensor:            # (n, T) nats, with gradients; 0 where masked
     "The KL of each token's whole distribution."
     def one(hidden, ref_hidden):
-        logits, ref_logits = model.logits(hidden)/micro.temperature, ref_model.logits(ref_hidden)/micro.temperature
+        logits, ref_logits = model.logits(hidden), ref_model.logits(ref_hidden.to(there)).to(hidden.device)
+        logits, ref_logits = logits/micro.temperature, ref_logits/micro.temperature
         return exact_kl(logits[None], ref_logits[None], direction).squeeze(0),
-    mask, size = micro.completion_mask, max(1, tile_elements//model.cfg.vocab_size)
+    mask, size, there = micro.completion_mask, max(1, tile_elements//model.cfg.vocab_size), ref_model.wte.weight.device
     values, = in_tiles(one, hidden, micro.ref_hidden[mask], size=size)
     return at_tokens(mask, values)
 
@@ -309,6 +308,7 @@ def critic_loss(
 ) -> tuple[Tensor, dict[str, float]]: # () and metrics
     "How far the critic is off, and how much of the returns' variance it explains."
     loss, left = value_loss(values, returns, mask, tokens), (returns - values.detach())[mask]
+    if not len(left): return loss, {'value_loss': loss.item()}    # nothing to explain
     explained = 1 - left.var(correction=0)/returns[mask].var(correction=0).clamp(min=1e-8)
     return loss, {'value_loss': loss.item(), 'explained_variance': explained.item()}
 
@@ -485,14 +485,16 @@ class Health(Counts):
         self,
         step: int,                 # the optimiser step, for the log
         metrics: dict[str, float], # of the update at hand
-        finite: bool,              # whether its loss and gradients are, and come from a token at all
+        finite: bool,              # whether its loss and gradients are
+        tokens: int,               # it learns from
         config: TrainerConfig,     # the limits
     ) -> str:                      # why the run has failed; empty if it has not
         "Count an update that has to be left out, and say whether the run has failed."
         self.in_a_row = 0 if finite else self.in_a_row + 1
-        if not finite:
+        if not (finite and tokens):
             self.skip(step)
-            logger.warning('step %d skipped: the loss or a gradient is not finite, or no token counts', step)
+            why = 'no token counts: all completions were cut off at max_new_tokens, or are masked'
+            logger.warning('step %d skipped: %s', step, why if finite else 'the loss or a gradient is not finite')
         return self.failure(metrics, config)
 
 # %% ../nbs/13_trainer.ipynb #b79410db
@@ -571,11 +573,11 @@ class Updater(Learner):
         self.step = step    # only now: where the check of the first update raises, it is still the first
         parameters = [p for group in self.optimizer.param_groups for p in group['params']]
         norm = float(nn.utils.clip_grad_norm_(parameters, config.grad_clip))
-        finite = math.isfinite(metrics['loss'] + norm) and tokens > 0
+        finite = math.isfinite(metrics['loss'] + norm)
         self.broken = None if finite else experience.table.assign(broken=broken)
-        self.failure = self.health.judge(self.step, metrics, finite, config)
-        if finite and not self.failure:
-            if self.proposed and experience.fresh: self.remember()    # judged by samples of this very state
+        self.failure = self.health.judge(self.step, metrics, finite, tokens, config)
+        if finite and tokens and not self.failure:
+            if self.proposed and experience.fresh: self.remember()    # judged by samples that this very state has made
             take_step(self.optimizer, rate)
         self.optimizer.zero_grad(set_to_none=True)
         if 'kl' in metrics and experience.fresh and tokens:
@@ -588,12 +590,12 @@ class Updater(Learner):
 class Survivor(Updater):
     "An updater that goes on after a failure, `max_recoveries` times."
     def recover(self) -> bool: # whether there was a try left
-        "Back to the last good state at half the learning rate."
+        "Back to the last good state: to go on at half the learning rate, or to end there."
         health, most = self.health, self.config.max_recoveries
-        if health.recoveries >= most:
-            return False
         self.load_weights(self.good)
         self.proposed = False
+        if health.recoveries >= most:
+            return False
         health.recovery(self.step)
         health.lr_scale, health.in_a_row = health.lr_scale/2, 0
         logger.warning('step %d: %s; recovery %d of %d: back to the last good state, learning rate x %g', self.step,
@@ -603,7 +605,7 @@ class Survivor(Updater):
     def last_words(self) -> str: # one sentence without a full stop
         "Why the run ends."
         tries = f' after {self.health.recoveries} recoveries' if self.health.recoveries else ''
-        return f'diverged at step {self.step}{tries}: {self.failure}'
+        return f'diverged at step {self.step}{tries}: {self.failure}; the weights are those of the last good state'
 
 # %% ../nbs/13_trainer.ipynb #85a6c7c9
 def trainer_state(

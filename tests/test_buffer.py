@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from rookworld_nb.buffer import (BufferConfig, Collector, CollectorConfig, CountingTask, RolloutBuffer, buffer_state, collector_state, counting_policy,
-                                 restore_buffer, restore_collector)
+from rookworld_nb import buffer as buffer_module
+from rookworld_nb.buffer import (BufferConfig, Collector, CollectorConfig, CountingTask, RolloutBuffer, ask_reference, buffer_state, collector_state,
+                                 counting_policy, restore_buffer, restore_collector)
 from rookworld_nb.grpo import EMATracker, compute_advantages
 from rookworld_nb.kl import SettingError
 from rookworld_nb.model import GPT
@@ -468,19 +469,33 @@ def test_truncated_completions_train_nothing_where_asked():
         assert torch.equal(part.loss_mask, expected) and part.lengths.min() == 1
 
 
-@pytest.mark.parametrize('estimator', ['kl1', 'kl2', 'kl3'])
-def test_the_price_of_the_kl_is_taken_from_the_rewards_before_the_advantages(model, estimator):
-    source = collector(model, counting_policy(steps=5, seed=7), penalty_estimator=estimator)
+def test_the_price_of_the_kl_is_taken_from_the_rewards_before_the_advantages(model):
+    source = collector(model, counting_policy(steps=5, seed=7))
     source.penalty = lambda: .3
     experience = next(source)
     prices = []
     for part in experience.parts:
         d, mask = part.rollouts.logprobs - part.ref_logprobs, part.rollouts.completion_mask
-        token = {'kl1': d, 'kl2': d**2/2, 'kl3': (-d).exp() - 1 + d}[estimator]
-        prices.append(.3*torch.stack([token[i][mask[i]].sum() for i in range(len(mask))]))
+        prices.append(.3*torch.stack([d[i][mask[i]].sum() for i in range(len(mask))]))
         assert_close(part.rewards, torch.tensor(part.components['reward'].to_numpy(), dtype=torch.float32) - prices[-1], atol=1e-5, rtol=0)
     assert_close(torch.cat([part.advantages for part in experience.parts]), compute_advantages(torch.cat([part.rewards for part in experience.parts]), G))
     assert experience.metrics()['kl_penalty'] == pytest.approx(float(torch.cat(prices).mean()), rel=1e-4) and abs(prices[0]).max() > .01
+
+
+def test_the_reference_may_have_a_device_of_its_own(model, monkeypatch):
+    part = next(collector(model)).parts[0]
+    seen = []
+    monkeypatch.setattr(buffer_module, 'completion_hidden', lambda model, *inputs: seen.append({x.device.type for x in inputs[:4]}))
+    monkeypatch.setattr(buffer_module, 'hidden_logprobs', lambda *inputs, **options: (part.ref_logprobs, None))
+    found, _ = ask_reference(copy.deepcopy(model).to('meta'), part.rollouts, False)
+    assert seen == [{'meta'}] and found is part.ref_logprobs    # asked there, answered here
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a GPU')
+def test_a_reference_on_the_gpu_answers_a_policy_on_the_cpu(model):
+    part = next(collector(model, keep_ref_hidden=True)).parts[0]
+    found = ask_reference(copy.deepcopy(model).to('cuda'), part.rollouts, True)
+    for ours, theirs in zip((part.ref_logprobs, part.ref_hidden), found): assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
 
 
 def test_a_price_without_a_reference_is_refused(model):
@@ -507,7 +522,7 @@ def test_the_fresh_share_is_a_share(value):
 
 @pytest.mark.parametrize('options', [{'group_size': 1}, {'temperature': 0.}, {'temperature': -1.}, {'temperature': math.inf},
                                      {'temperature': math.nan}, {'max_new_tokens_policy': 0}, {'max_new_tokens_env': -1},
-                                     {'baseline': 'median'}, {'scale_rewards': 'task'}, {'penalty_estimator': 'forward'}])
+                                     {'baseline': 'median'}, {'scale_rewards': 'task'}])
 def test_bad_settings_name_themselves(options):
     with pytest.raises(ValueError, match=next(iter(options))):
         CollectorConfig(**options)

@@ -367,6 +367,23 @@ def test_a_note_about_the_run_is_told_with_the_mistake(call, monkeypatch):
     assert call('positions')[2] == 'rookworld positions: bad, in the run x\n'
 
 
+def test_a_full_disk_is_no_traceback():
+    done = subprocess.run([sys.executable, '-m', 'rookworld_nb.cli', 'positions', '--n', '3'], stdout=open('/dev/full', 'w'), stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (2, 'rookworld positions: output: No space left on device\n')
+
+
+def test_flags_that_a_command_could_do_nothing_with_are_none(call):
+    for command, words in {'score': ('reward-warmup-steps', 'normalize'), 'search': ('resume', 'auto-batch-size')}.items():
+        for word in words: assert f'there is no flag --{word}' in call(command, f'--{word}')[2]
+    assert 'runs/search' in '\n'.join(call('search', '--help')[1])
+
+
+def test_a_row_that_nobody_judges_has_no_reward(call, monkeypatch):
+    monkeypatch.setattr('rookworld_nb.rewards.judge_rows', lambda engine, cfg, prompts, *others: [None]*len(prompts))
+    code, lines, errors = call('score', stdin=ROW)
+    assert code == 2 and json.loads(lines[0])['reward'] is None and '1 of 1 rows could not be judged' in errors
+
+
 def test_score_does_not_wait_for_a_keyboard(monkeypatch, capsys):
     monkeypatch.setattr(sys.stdin, 'isatty', lambda: True, raising=False)
     assert main(['score']) == 2 and 'name files' in capsys.readouterr().err
@@ -545,6 +562,17 @@ def test_label_skips_positions_without_a_choice(call, fens):
     mate, forced = 'R5k1/5ppp/8/8/8/8/8/6K1 b - - 0 1', '7k/8/8/8/8/8/1q6/K7 w - - 0 1'
     code, lines, errors = call('label', mate, fens[0], forced, fens[0])
     assert code == 0 and len(lines) == 1 and '2 positions' in errors
+
+
+def test_label_reads_what_positions_writes(call, fens):
+    lines = call('positions', '--n', '3')[1]
+    assert call('label', stdin='\n'.join(lines))[1] == call('label', *(json.loads(line)['fen'] for line in lines))[1] != []
+    assert 'position 1' in call('label', '{"board": "x"}')[2]
+
+
+def test_label_says_what_it_leaves_as_it_is(call, fens, cwd):
+    assert 'already' not in call('label', '--output', 'some.txt', *fens[:2])[2]
+    assert '2 of 3 positions are in some.txt already' in call('label', '--output', 'some.txt', *fens[:3])[2]
 
 
 @pytest.fixture

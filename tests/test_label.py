@@ -68,6 +68,15 @@ def fen_of(line): return line[3:].partition('M:')[0].strip()
 
 # ---- every position once
 
+def test_a_file_without_a_position_leaves_nothing_behind(quick, tmp_path):
+    (tmp_path/'notes.txt').write_text('one\ntwo\n')
+    job = Labelling(str(tmp_path/'out.txt'), 2, 10, 0, True, None)
+    with pytest.raises(LabelError, match='none of the 2 lines is a position'): quick(job, [str(tmp_path/'notes.txt')])
+    assert [path.name for path in tmp_path.iterdir()] == ['notes.txt']
+    (tmp_path/'notes.txt').write_text('\n'.join(json.dumps({'fen': fen, 'kind': 'game'}) for fen in games(3)))
+    assert quick(job, [str(tmp_path/'notes.txt')])['lines'] == 3
+
+
 def test_inputs_of_every_kind_and_positions_that_come_twice(quick, tmp_path):
     fens = games(60)
     (tmp_path/'a.txt').write_text('\n'.join(fens[:40]) + '\n\n  ' + fens[3].replace(' ', '  ') + '\n')

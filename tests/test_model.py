@@ -5,6 +5,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rookworld_nb import model as model_module
 from rookworld_nb.model import CACHE_BLOCK, GPT, GPTConfig, KVCache, ModelConfigError, SequenceError, causal_bias
 from torch.testing import assert_close
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -275,6 +276,15 @@ def test_gradient_checkpointing_stores_less_and_changes_nothing():
         grads.append([p.grad.clone() for p in model.parameters()])
     assert kept[1] < kept[0]/3
     assert_close(grads[0], grads[1], atol=0, rtol=0)
+
+
+def test_recomputing_a_block_remembers_nothing_twice(monkeypatch):
+    model, made = noisy(SIZES['nano']), []
+    model.gradient_checkpointing = True
+    real = model_module.make_prefix
+    monkeypatch.setattr(model_module, 'make_prefix', lambda hidden, mask, memory: (made.append(memory), real(hidden, mask, memory))[1])
+    model.prefill(torch.randint(0, 300, (2, 8))).last_hidden.sum().backward()
+    assert len(made[0]) == model.cfg.n_layer
 
 
 def test_prompts_are_stored_once_however_many_samples():

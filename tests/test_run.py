@@ -107,10 +107,11 @@ def test_two_runs_never_share_a_folder(tmp_path):
 
 
 def test_the_plan_counts_what_is_sampled(tmp_path):
-    run = Run(replace(TINY, steps=5, batch_positions=6, minibatch_positions=4, buffer_capacity=1, output_dir=str(tmp_path/'run')))
-    sampled = set()
-    for _ in run.steps(): sampled.add(run.experience.number)
-    assert len(sampled) == 2 and '4 on each of 2 batches of 6 prompts' in run.plan
+    for number, (changes, text) in enumerate((({'minibatch_positions': 4}, '3 on each of 3 batches of 6 prompts'), ({'max_age': 1}, '1 on each of 7 batches'))):
+        run = Run(replace(TINY, steps=7, batch_positions=6, buffer_capacity=1, output_dir=str(tmp_path/f'run-{number}'), **changes))
+        sampled = set()
+        for _ in run.steps(): sampled.add(run.experience.number)
+        assert text in run.plan and f'of {len(sampled)} batches' in run.plan
 
 
 def test_a_folder_with_a_run_is_refused(finished):
@@ -126,7 +127,9 @@ def test_heldout_positions_never_reach_training(tmp_path):
 
 
 @pytest.mark.parametrize('changes, message', [
-    (dict(steps=0), '--steps 0'), (dict(replays=0), '--replays 0'), (dict(temperature=0.), 'temperature'),
+    (dict(steps=0), '--steps 0'), (dict(replays=0), '--replays 0'), (dict(clip_range_high=-1.), '--clip-range-high -1.0'),
+    (dict(kl_control='adaptive', kl_coef=0.), '--kl-coef 0.0'), (dict(use_gae=True, drop_tied=True), '--drop-tied True: not with --use-gae'),
+    (dict(use_gae=True, baseline_type='ema'), '--baseline-type ema: not with --use-gae'), (dict(temperature=0.), 'temperature'),
     (dict(group_size=1), 'group_size'), (dict(group_size=0, micro_batch_size=8), 'group_size'), (dict(lr_schedule='cosin'), 'cosin'), (dict(reward_shaping='nice'), 'nice'),
     (dict(kl_estimator='k3'), 'k3'), (dict(lr=-1.), 'lr'), (dict(max_positions=0), '--max-positions 0'),
     (dict(mix_env_ratio=1.5), '--mix-env-ratio 1.5'), (dict(mix_env_ratio=math.nan), '--mix-env-ratio nan'), (dict(rare_env_ratio=-.1), '--rare-env-ratio -0.1'),
@@ -141,7 +144,7 @@ def test_bad_settings_are_refused_at_once(changes, message):
 
 
 @pytest.mark.parametrize('changes, message', [
-    (dict(data='nowhere.txt'), 'nowhere.txt'), (dict(device='cuda:99'), 'cuda:99'), (dict(model='no-such-model'), 'no-such-model'),
+    (dict(data='nowhere.txt'), 'nowhere.txt'), (dict(device='cuda:99'), 'cuda:99'), (dict(reference_device='cuda:99'), '--reference-device cuda:99'), (dict(model='no-such-model'), 'no-such-model'),
     (dict(eval_policy=10**6), '--eval-policy'), (dict(batch_positions=0), 'batch_positions'),
     (dict(stockfish_path='/no/engine'), '/no/engine'), (dict(stockfish_path='/bin/true'), "/bin/true failed twice on 'uci'")])
 def test_bad_inputs_are_refused_before_anything_is_written(tmp_path, changes, message):
@@ -350,6 +353,8 @@ def test_checkpoints_that_cannot_be_read_are_no_reason_to_start_again(whole, tmp
 def test_a_finished_run_resumes_to_nothing_more(whole, tmp_path):
     folder = shutil.copytree(whole, tmp_path/'run')
     assert list(Run(resumed_config(output_dir=str(folder))).steps()) == [] and contents(folder) == contents(whole)
+    with pytest.raises(RunError, match='--steps 5: .* has done 6'): Run(resumed_config(output_dir=str(folder), steps=5))
+    assert contents(folder) == contents(whole)
 
 
 @pytest.mark.parametrize('harm', ['cut', 'flipped', 'missing', 'empty'])

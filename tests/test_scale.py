@@ -114,7 +114,7 @@ def test_success_is_an_interval_above_zero():
 def done(tmp_path_factory, lines):
     "A whole study: a learning rate that trains, one that diverges; one pair of settings that cannot be."
     folder = tmp_path_factory.mktemp('done')
-    search = Search(tiny(folder, lines), ('lr=1e-3|1', 'kl_estimator=kl3|forward', 'kl_in_reward=true|false'))
+    search = Search(tiny(folder, lines), ('lr=1e-3|1', 'credit=part|answer', 'kl_in_reward=true|false'))
     tables = list(run_search(search, workers=2))
     return search, tables[-1], [len(table) for table in tables]
 
@@ -122,22 +122,22 @@ def done(tmp_path_factory, lines):
 def test_every_point_is_tried_once_and_every_failure_has_its_reason(done):
     search, table, counts = done
     assert counts[0] == 0 and counts[-1] == 8 and counts == sorted(counts)
-    tried = [tuple(row) for row in table[['lr', 'kl_estimator', 'kl_in_reward']].itertuples(index=False)]
+    tried = [tuple(row) for row in table[['lr', 'credit', 'kl_in_reward']].itertuples(index=False)]
     assert len(set(tried)) == 8 and [dict(zip(search.dimensions, each)) for each in tried] == search.points
-    impossible = (table['kl_estimator'] == 'forward') & table['kl_in_reward'].astype(bool)
-    assert table[impossible]['outcome'].eq('error').all() and table[impossible]['reason'].str.contains('kl_in_reward needs').all()
+    impossible = (table['credit'] == 'part') & table['kl_in_reward'].astype(bool)
+    assert table[impossible]['outcome'].eq('error').all() and table[impossible]['reason'].str.contains('whole answers are needed').all()
     wild = (table['lr'] == 1) & ~impossible
     assert table[wild]['outcome'].eq('diverged').all() and table[wild]['reason'].str.contains('diverged at step .* nats').all()
     assert table[~impossible & ~wild]['outcome'].isin(['success', 'no gain', 'worse']).all() and table[impossible | wild]['gain'].isna().all()
     study = open_study(search)
     assert Counter(trial.state.name for trial in study.trials if 'ticket' in trial.user_attrs) == {
         'COMPLETE': int((~impossible & ~wild).sum()), 'PRUNED': int(wild.sum()), 'FAIL': int(impossible.sum())}
-    assert all('SettingError' in trial.user_attrs['traceback'] for trial in study.trials if trial.user_attrs['ended']['outcome'] == 'error')
+    assert all('RunError' in trial.user_attrs['traceback'] for trial in study.trials if trial.user_attrs['ended']['outcome'] == 'error')
 
 
 def test_a_trial_is_an_ordinary_run_and_its_verdict_can_be_recomputed(done, tmp_path):
     search, table, _ = done
-    ticket = table.index[(table['lr'] == 1e-3) & (table['kl_estimator'] == 'forward') & ~table['kl_in_reward'].astype(bool)][0]
+    ticket = table.index[(table['lr'] == 1e-3) & (table['credit'] == 'answer') & ~table['kl_in_reward'].astype(bool)][0]
     folder, row = search.folder/f'trial-{ticket:04d}', table.loc[ticket]
     means = []
     for place in ('nano', str(folder/'final_checkpoint')):
@@ -154,7 +154,7 @@ def test_a_trial_is_an_ordinary_run_and_its_verdict_can_be_recomputed(done, tmp_
 def test_the_report_counts_everything(done):
     search, table, _ = done
     text = search_report(table, search)
-    for words in ('8 of 8 trials', 'error: 2 of 8', 'diverged: 3 of 8', 'kl_in_reward needs', 'trial '): assert words in text
+    for words in ('8 of 8 trials', 'error: 2 of 8', 'diverged: 3 of 8', 'whole answers are needed', 'trial '): assert words in text
     assert (search.folder/'report.txt').read_text() == text + '\n' and len(pd.read_csv(search.folder/'results.csv')) == 8
     assert all((search.folder/name).read_bytes().startswith(b'\x89PNG') for name in ('success.png', 'slices.png'))
 

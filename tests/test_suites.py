@@ -634,6 +634,12 @@ def test_no_torch_state_is_left_behind(nano):
     assert torch.equal(before, torch.get_rng_state())
 
 
+def test_a_search_may_be_held_to_some_moves():
+    player = answering(lambda fen: 'e2e4')
+    said = list(uci_session(['go', 'go searchmoves a2a3 movetime 9', 'go searchmoves e2e4 a2a3', 'go searchmoves a9a9'], player))
+    assert [line for line in said if line.startswith('bestmove')] == [f'bestmove {move}' for move in ('e2e4', 'a2a3', 'e2e4', 'e2e4')]
+
+
 def test_after_a_position_that_cannot_be_no_move_is_named():
     player = answering(lambda fen: 'e2e4')
     said = list(uci_session(['position startpos', 'go', 'position fen nonsense', 'go', 'position startpos', 'go', 'quit'], player))

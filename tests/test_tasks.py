@@ -162,6 +162,12 @@ def test_bad_fens_are_named(fen):
         assert repr(fen) in str(caught.value)
 
 
+@pytest.mark.parametrize('fen', [START.split()[0], START + ' 1', START.replace(' w ', ' x ')])
+def test_a_line_teaches_no_position_that_is_none(fen):
+    with pytest.raises(TaskFormatError, match='not a complete A: line.*not a six-field FEN'):
+        split_line(f'A: {START}+e2e4+e2e4+{fen}+0.001+0+0')
+
+
 @pytest.mark.parametrize(
     'change, complaint',
     [

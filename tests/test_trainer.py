@@ -480,15 +480,14 @@ def test_the_gradient_is_clipped_to_the_length(model, monkeypatch):
 def test_the_run_ends_where_the_policy_diverges(model):
     trainer = Trainer(model, config(steps=50, lr=.1, kl_divergence_threshold=.3, max_recoveries=0))
     source = collector(model)
-    rows, before = [], None
+    start, rows, seen = weights(model), [], []
     for row in itertools.islice(trainer.run(source), 50):
-        if not trainer.diverged:
-            before = weights(model)
         rows.append(row)
+        seen.append(same(model, start))
     assert trainer.diverged and 1 < len(rows) < 50 and rows[-1]['kl'] > .3 >= max(row['kl'] for row in rows[:-1])
     assert f'diverged at step {len(rows)}' in trainer.stop_reason and 'above 0.3' in trainer.stop_reason
-    assert same(model, before) and trainer.health.skipped == 0
-    assert next(trainer.run(source), None) is None
+    assert seen == [False]*(len(rows) - 1) + [True] and trainer.health.skipped == 0    # nothing later had been found sound
+    assert 'last good state' in trainer.stop_reason and next(trainer.run(source), None) is None
 
 
 def test_the_control_acts_once_per_collection(model):
@@ -717,6 +716,8 @@ def test_an_update_without_a_token_is_skipped(model, caplog):
     row, = steps(trainer, iter([empty]), 1)
     assert same(model, before) and row['skipped_updates'] == 1 and 'no token counts' in caplog.text
     assert trainer.kl.kl_coef == .5 and not trainer.optimizer.state
+    rows = steps(trainer, iter([empty]*6), 6)    # nothing is wrong with the policy
+    assert len(rows) == 6 and not trainer.diverged and trainer.health.recoveries == 0 and trainer.broken is None
 
 
 def test_a_checkpoint_that_nothing_has_judged_is_not_the_good_state_after_a_resume(base):
