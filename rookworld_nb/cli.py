@@ -448,7 +448,7 @@ def positions_in(
 def label(
     *fens: str,                          # FENs, or the lines of `rookworld positions`; none: standard input, or --input
     input: tuple[str, ...] = (),         # files of such lines, plain or .gz, or folders of them, for jobs of any size
-    output: Path | None = None,          # file to add to, skipping its positions; --input: a new one; none: standard output
+    output: Path | None = None,          # file to add to, leaving what it has; a new one with --input; none: stdout
     shards: int = 64,                    # of --input: pieces that the processes take in turn; --output is made of them
     processes: int = 1,                  # Stockfish processes side by side
     nodes: int = 1000,                   # search limit per position, nodes

@@ -542,8 +542,8 @@ def model_bytes(
 
 # %% ../nbs/19_run.ipynb #16b017b5
 FREE = ('steps', 'output_dir', 'resume', 'device', 'reference_device', 'eval_every', 'save_every', 'keep_checkpoints',
-        'micro_batch_size', 'matmul_precision', 'compile', 'gradient_checkpointing', 'cudnn_benchmark', 'cuda_allocator',
-        'rank_timeout')
+        'micro_batch_size', 'matmul_precision', 'compile', 'gradient_checkpointing', 'cudnn_benchmark',
+        'cuda_allocator', 'rank_timeout')
 
 
 def resumed_config(

@@ -84,6 +84,12 @@ def sources(name: str) -> list:
     return [COMMANDS[name].run, *(getattr(importlib.import_module(module), cls) for module, cls in places)]
 
 
+def flags(name):
+    """All flags of a command."""
+    own, *configs = sources(name)
+    return [*flags_of(own).values(), *(flag for each in configs for flag in flags_of(each, COMMANDS[name].without).values())]
+
+
 # ---- flags
 
 @pytest.mark.parametrize('name', COMMANDS)
@@ -92,15 +98,14 @@ def test_every_flag_has_help_and_shows_its_default(name, call, monkeypatch):
     code, lines, _ = call(name, '--help')
     text = ' '.join(' '.join(lines).split())
     assert code == 0
-    for source in sources(name):
-        for flag in flags_of(source).values():
-            after = '' if flag.many else ' (required)' if flag.default is REQUIRED else f' (default: {as_text(flag.default)})'
-            assert flag.word in text and len(flag.help) > 4 and flag.help + after in text, flag
+    for flag in flags(name):
+        after = '' if flag.many else ' (required)' if flag.default is REQUIRED else f' (default: {as_text(flag.default)})'
+        assert flag.word in text and len(flag.help) > 4 and flag.help + after in text, flag
 
 
 @pytest.mark.parametrize('name', COMMANDS)
 def test_flags_do_not_collide(name):
-    words = [flag.word for source in sources(name) for flag in flags_of(source).values()]
+    words = [flag.word for flag in flags(name)]
     assert len(words) == len(set(words)) and '--config' not in words and '--help' not in words
 
 
@@ -122,16 +127,16 @@ def test_every_flag_arrives(name, monkeypatch, cwd):
     """Set each flag alone, as a word and in a file: exactly that setting changes, and it reaches the command."""
     received = {}
     run, configs = COMMANDS[name].run, COMMANDS[name].configs
-    kinds = [flag for source in sources(name) for flag in flags_of(source).values() if not flag.many]
+    kinds = [flag for flag in flags(name) if not flag.many]
     classes = dict(zip(configs, sources(name)[1:]))
 
     def record(*words, **settings):
         received.clear()
-        for parameter, value in settings.items():
+        for parameter, value in sorted(settings.items(), key=lambda item: item[0] not in configs):
             received.update(vars(classes[parameter](**value)) if parameter in configs else {parameter: value})
-    monkeypatch.setattr(cli, 'flags_of', lambda target: flags_of(run if target is record else target))
+    monkeypatch.setattr(cli, 'flags_of', lambda target, *without: flags_of(run if target is record else target, *without))
     record.__doc__ = run.__doc__
-    monkeypatch.setitem(COMMANDS, name, cli.Command(record, configs))
+    monkeypatch.setitem(COMMANDS, name, COMMANDS[name]._replace(run=record))
     required = lambda but=None: [word for flag in kinds if flag.default is REQUIRED and flag is not but for word in (flag.word, 'x')]
     assert main([name, *required()]) == 0
     before = dict(received)
