@@ -342,8 +342,8 @@ def test_utilisation_is_what_an_update_needs_of_what_was_possible(model, monkeyp
         for b, prompt in enumerate(rollouts.prompt_mask.sum(1).tolist()):
             written = rollouts.completion_mask.view(-1, G, rollouts.completion_mask.shape[1])[b].sum(1).tolist()
             weights = 12*cfg.n_embd**2*cfg.n_layer
-            needed += 2*weights*(prompt + sum(written)) + 2*cfg.vocab_size*cfg.n_embd*sum(written)
-            needed += 4*cfg.n_layer*cfg.n_embd*(prompt**2//2 + sum(prompt*n + n**2//2 for n in written))
+            needed += 2*weights*(prompt + sum(n - 1 for n in written)) + 2*cfg.vocab_size*cfg.n_embd*sum(written)
+            needed += 4*cfg.n_layer*cfg.n_embd*(sum(range(1, prompt + 1)) + sum(prompt + t for n in written for t in range(1, n)))
             tokens += sum(written)
     assert speed(model, experience, ALONE, 2.) == pytest.approx({'perf/train_tok_s': tokens/2, 'perf/mfu': 3*needed/2e6})
     assert speed(model, experience, replace(ALONE, size=4), 2.)['perf/mfu'] == pytest.approx(3*needed/8e6)
