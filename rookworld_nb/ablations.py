@@ -48,8 +48,9 @@ STUDIES: dict[str, dict[str, dict[str, Any]]] = {
         'kl3': _KL | {'kl_unbiased': False},
         'kl3, weighted': _KL,
         **{name: _KL | {'kl_estimator': name} for name in EXACT_KL},
-        'kl1 in the reward': _KL | {'kl_estimator': 'kl1', 'kl_in_reward': True},
         'kl3, weighted, warm-up': _KL | {'kl_warmup_steps': 10}},
+    'price': {
+        'kl1 in the reward': _KL | {'kl_estimator': 'kl1', 'kl_in_reward': True}},
     'advantages': {
         'ema baseline': {'baseline_type': 'ema'},
         'adaptive baseline': {'baseline_type': 'adaptive'},
