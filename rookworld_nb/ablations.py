@@ -34,8 +34,7 @@ SHARED: dict[str, Any] = {'steps': 32, 'eval_samples': 6, 'save_every': 16}
 _KL = {'kl_coef': .1}
 #: Question -> name of a cell -> settings changed in it.
 STUDIES: dict[str, dict[str, dict[str, Any]]] = {
-    'credit': {
-        'whole answers': {'credit': 'answer'}},
+    'credit': {'whole answers': {'credit': 'answer'}},
     'replays': {
         '2 replays, equal rollouts': {'replays': 2, 'steps': 64},
         '4 replays, equal rollouts': {'replays': 4, 'steps': 128},
@@ -49,8 +48,7 @@ STUDIES: dict[str, dict[str, dict[str, Any]]] = {
         'kl3, weighted': _KL,
         **{name: _KL | {'kl_estimator': name} for name in EXACT_KL},
         'kl3, weighted, warm-up': _KL | {'kl_warmup_steps': 10}},
-    'price': {
-        'kl1 in the reward': _KL | {'kl_estimator': 'kl1', 'kl_in_reward': True}},
+    'price': {'kl1 in the reward': _KL | {'kl_estimator': 'kl1', 'kl_in_reward': True}},
     'advantages': {
         'ema baseline': {'baseline_type': 'ema'},
         'adaptive baseline': {'baseline_type': 'adaptive'},

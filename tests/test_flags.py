@@ -231,7 +231,7 @@ def test_two_ways_to_choose_the_batch_are_one_too_many(tmp_path, capsys):
 
 
 def test_no_flag_is_forgotten():
-    elsewhere = {'compile', 'auto_batch_size', 'rank_timeout', 'output_dir', 'device', 'resume', 'stockfish_path', 'eval_samples', 'micro_batch_size', 'gamma', 'gae_lambda', 'value_loss_coef'}
+    elsewhere = {'compile', 'auto_batch_size', 'rank_timeout', 'output_dir', 'device', 'reference_device', 'resume', 'stockfish_path', 'eval_samples', 'micro_batch_size', 'gamma', 'gae_lambda', 'value_loss_coef'}
     assert {*CASES} | elsewhere == {*TrainConfig.__dataclass_fields__} and not elsewhere & {*CASES}
 
 
@@ -241,7 +241,7 @@ def test_more_evaluation_samples_make_no_more_prompts_but_other_means(tmp_path, 
     assert [summary(run, 'P', 'n') for run in runs] == [{3}, {3}] and not before[0].equals(before[1])
 
 
-@pytest.mark.parametrize('flags', [{'--device': 'cuda:7'}, {'--stockfish-path': '/no/such/engine'}, {'--resume': True}])
+@pytest.mark.parametrize('flags', [{'--device': 'cuda:7'}, {'--reference-device': 'cuda:7'}, {'--stockfish-path': '/no/such/engine'}, {'--resume': True}])
 def test_what_is_not_there_is_said_before_anything_is_written(flags, tmp_path, capsys):
     run = train(tmp_path/'run', flags, capsys)
     assert run.code == 2 and not os.path.exists(tmp_path/'run') and len(run.said.strip().splitlines()) == 1

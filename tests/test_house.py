@@ -145,6 +145,7 @@ def test_notebook_hygiene(notebook):
     code = cells(notebook)
     outputs = [output for cell in code for output in cell['outputs']]
     assert [output['ename'] for output in outputs if output['output_type'] == 'error'] == [], 'stores a traceback'
+    assert not any('Error in callback' in json.dumps(output) for output in outputs), 'a picture that could not be drawn'
     assert sum(len(json.dumps(output)) for output in outputs) <= 300_000
     lines = [source(cell).splitlines() for cell in code if exported(cell)]
     assert [cell[1] for cell in lines if len(cell) > 40] == [], 'exported cells of more than 40 lines'
