@@ -380,9 +380,10 @@ def fen_in(
     line: str,  # a FEN, or a JSON object with `fen`, as `rookworld positions` writes it
 ) -> str:       # the FEN; a line that has none, as it is
     "Find the position in a line."
-    text = ' '.join(line.split())
-    try: return str(json.loads(text).get('fen', text)) if text.startswith('{') else text
-    except ValueError: return text
+    text = line.strip()
+    try: text = str(json.loads(text).get('fen', text)) if text.startswith('{') else text
+    except ValueError: pass    # it is no position, and will be refused as it is
+    return ' '.join(text.split())
 
 
 def count_moves(
