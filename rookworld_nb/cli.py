@@ -415,21 +415,18 @@ def score(
     stockfish_path: Path | None = None,  # the executable; none looks for it
 ) -> None:
     "Write the same lines in the same order with reward and components."
-    from rookworld_nb.rewards import RewardConfig, RewardScorer
+    from rookworld_nb.rewards import MissingTarget, RewardConfig, RewardScorer
     from rookworld_nb.rules import Stockfish
     settings, rows = RewardConfig(**rewards), read_rows(files)
-    bare = [row['prompt'] for row in rows if row['prompt'].startswith('P:') and row.get('target') is None]
-    if bare and not (engine or stockfish_path):
-        raise UsageError(f'{bare[0]!r} needs a target, the perfect completion, or --engine, to ask Stockfish')
     prompts, completions, targets = ([row.get(name) for row in rows] for name in ('prompt', 'completion', 'target'))
     with Stockfish(stockfish_path, nodes) if engine or stockfish_path else nullcontext() as judge:
-        scores = RewardScorer(settings, judge)(prompts, completions, targets)
-    unjudged = 0
+        try: scores = RewardScorer(settings, judge)(prompts, completions, targets)
+        except MissingTarget as error: raise UsageError(f'{error} (a target in its row, or --engine)') from None
     for row, parts in zip(rows, scores.components.to_dict('records')):
-        reward, judged = round(parts.pop('reward'), 6), math.isfinite(parts['raw'])
-        emit(row | dict(reward=reward if judged else None, components=without_nan(parts)))
-        unjudged += not judged
-    if unjudged: raise UsageError(f'{unjudged} of {len(rows)} rows could not be judged, and have no reward')
+        reward = round(parts.pop('reward'), 6)
+        emit(row | dict(reward=reward if math.isfinite(parts['raw']) else None, components=without_nan(parts)))
+    if unjudged := int(scores.components['raw'].isna().sum()):
+        raise UsageError(f'{unjudged} of {len(rows)} rows could not be judged, and have no reward')
 
 # %% ../nbs/23_cli.ipynb #f38b974f
 def positions_in(
