@@ -36,8 +36,10 @@ lab: .venv/.dev ## open JupyterLab on the notebooks
 dev: .venv/.dev ## install what contributors need
 
 export: .venv/.dev ## write rookworld_nb/ from the notebooks
-	@rm -f rookworld_nb/*.py
-	$(BIN)/nbdev_export
+	@$(BIN)/nbdev_export
+	for module in rookworld_nb/[a-z]*.py; do  # one that no notebook exports any more
+	  grep -q "#| default_exp $$(basename "$$module" .py)\b" nbs/*.ipynb || rm "$$module"
+	done
 
 notebooks: .venv/.dev ## execute every chapter, store its outputs, clean it
 	@for notebook in nbs/[0-9]*.ipynb nbs/index.ipynb; do

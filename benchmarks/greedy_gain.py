@@ -1,15 +1,16 @@
 """Does a run improve what the policy would play? Greedy answers after it against greedy answers before it.
 
-    rookworld train --seed 1 --output-dir runs/part-1          # and --credit answer, other seeds, other presets
-    python benchmarks/greedy_gain.py runs/part-1 runs/part-2 --positions 5000 --csv nbs/results/greedy_gain.csv
+    rookworld train --seed 1 --output-dir runs/rare-1          # ... to --seed 5; and other settings, each under a name of its own
+    python benchmarks/greedy_gain.py runs/rare-* --positions 5000 --exclude fens.txt --csv nbs/results/greedy_gain.csv
 
 P: positions come from the generator of nano's own prompts with another seed and are labelled by Stockfish (1,000 nodes a position); those that the package
 ships, or --exclude names, are left out, and the rest is kept in --cache. A: positions are the shipped held-out ones. Task `A rare`: how many of the mates, draws and illegal moves are
 recognised, of the shipped held-out and stress sets together, and how many other moves are taken for one of these. Both models answer each prompt once, greedily; the
-difference is paired by prompt. Figures of the same run, task and metric in the CSV are replaced. `--positions 0` leaves P: out.
+difference is paired by prompt. Figures of the same run, task and metric in the CSV are replaced, if that run had the same settings. `--positions 0` leaves P: out.
 """
 import argparse
 import json
+import sys
 from pathlib import Path
 
 import pandas as pd
@@ -70,6 +71,9 @@ def main():
     if options.csv:
         new = pd.concat(tables)
         old = pd.read_csv(options.csv, dtype={'run': str}) if options.csv.exists() else new[:0]
+        was, now = ({run: rows[[*settings]].astype(object).fillna('none').iloc[0].tolist() for run, rows in table.groupby('run')} for table in (old, new))
+        for run in was.keys() & now.keys():
+            if was[run] != now[run]: sys.exit(f'{options.csv}: its {run} had {was[run]}, not {now[run]}; rename one of the two')
         rows = pd.concat([old, new]).drop_duplicates(['run', 'task', 'metric'], keep='last')
         rows.to_csv(options.csv, index=False, float_format='%.6g')
 

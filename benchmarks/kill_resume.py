@@ -20,7 +20,8 @@ from pathlib import Path
 import torch
 
 FLAGS = ('--steps 12 --batch-positions 4 --group-size 4 --minibatch-positions 3 --buffer-capacity 2 --replays 2 --mix-env-ratio 0.25 --max-new-tokens 32 '
-         '--eval-policy 0 --eval-env 0 --save-every 2 --baseline-type ema --kl-control adaptive --normalize-rewards').split()
+         '--eval-policy 0 --eval-env 0 --save-every 2 --baseline-type ema --kl-control adaptive').split()
+KINDS = [], ['--normalize-rewards']    # credit by part, and by whole answers with a running scale
 CLOCKS = {'time', 'step_time', 'perf/gen_tok_s', 'perf/train_tok_s'}
 
 
@@ -49,14 +50,22 @@ def contents(folder):
             'completions': {path.name: path.read_text() for path in sorted((folder/'completions').iterdir())}}
 
 
-def trial(folder, after):
+def undisturbed(folder, flags):
+    "Seconds that a run takes, and what it leaves behind."
+    start = time.perf_counter()
+    if train(folder, flags).wait():
+        raise SystemExit(f'the run failed: see {folder.with_suffix(".log")}')
+    return time.perf_counter() - start, contents(folder)
+
+
+def trial(folder, flags, after):
     "Kill a run after so many seconds, resume it; the step it had reached, and what it left behind."
-    process = train(folder, FLAGS)
+    process = train(folder, flags)
     time.sleep(after)
     process.send_signal(signal.SIGKILL)
     process.wait()
     reached = len((folder/'metrics.jsonl').read_text().splitlines()) if (folder/'metrics.jsonl').exists() else 0
-    again = ['--resume'] if (folder/'config.json').exists() else FLAGS    # killed before anything was written: start again
+    again = ['--resume'] if (folder/'config.json').exists() else flags    # killed before anything was written: start again
     if train(folder, again).wait():
         raise SystemExit(f'the resumed run failed: see {folder.with_suffix(".log")}')
     return reached, contents(folder)
@@ -69,13 +78,12 @@ def main():
     options = options.parse_args()
     rng = random.Random(options.seed)
     with tempfile.TemporaryDirectory() as place:
-        start, whole = time.perf_counter(), Path(place)/'whole'
-        train(whole, FLAGS).wait()
-        seconds, expected = time.perf_counter() - start, contents(whole)
+        kinds = [(FLAGS + more, *undisturbed(Path(place)/f'whole-{number}', FLAGS + more)) for number, more in enumerate(KINDS)]
         equal = 0
         for number in range(options.kills):
+            flags, seconds, expected = kinds[number % len(kinds)]
             after = rng.uniform(.2, 1.)*seconds
-            reached, found = trial(Path(place)/f'killed-{number}', after)
+            reached, found = trial(Path(place)/f'killed-{number}', flags, after)
             differing = [name for name in expected if found[name] != expected[name]]
             equal += not differing
             print(f'kill {number + 1:2d} after {after:5.1f} of {seconds:.1f} s, {reached:2d} of 12 steps logged: '

@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['PROMPT_FIELDS', 'CountingTask', 'counting_policy', 'RolloutPart', 'mean_advantages', 'tied_groups', 'idle_groups',
            'Experience', 'reward_metrics', 'component_metrics', 'completion_metrics', 'CollectorConfig', 'without_end',
-           'ask_reference', 'advantages_of', 'assemble', 'priced', 'check_price', 'stack_rows', 'of_all', 'group_work',
-           'share_of', 'Collector', 'BufferConfig', 'StoredGroup', 'put_together', 'stored_groups', 'check_room',
-           'next_groups', 'GroupStore', 'RolloutBuffer', 'part_state', 'part_from', 'experience_state',
+           'ask_reference', 'advantages_of', 'assemble', 'priced', 'task_shares', 'check_price', 'stack_rows', 'of_all',
+           'group_work', 'share_of', 'Collector', 'BufferConfig', 'StoredGroup', 'put_together', 'stored_groups',
+           'check_room', 'next_groups', 'GroupStore', 'RolloutBuffer', 'part_state', 'part_from', 'experience_state',
            'collector_state', 'restore_collector', 'buffer_state', 'restore_buffer']
 
 # %% ../nbs/12_buffer.ipynb #e1cdbd24
@@ -191,7 +191,7 @@ class Experience:
     num_tokens: int                # tokens collected so far in this run, prompts included, this batch too
     gen_seconds: float             # wall time that sampling took
     number: int = 1                # of the collection in its run, from 1
-    kl_penalty: float = 0.         # mean of what was taken from a reward for its KL to the reference
+    kl_penalty: float | None = None # mean of what was taken from a reward for its KL to the reference; None: nothing
     measured: Mapping[str, float] | None = None # a minibatch: the metrics of the newest collection and of the buffer
     fresh: bool = True             # whether something in it was sampled by the policy as it is
 
@@ -260,7 +260,7 @@ def completion_metrics(
     clipped = torch.cat([part.clipped for part in experience.parts])
     return {'completions/mean_length': float(lengths.double().mean()), 'completions/min_length': float(lengths.min()),
             'completions/max_length': float(lengths.max()), 'completions/clipped_ratio': float(clipped.double().mean()),
-            'num_tokens': float(experience.num_tokens), 'kl_penalty': experience.kl_penalty,
+            'num_tokens': float(experience.num_tokens), 'kl_penalty': experience.kl_penalty or 0.,
             'perf/gen_tok_s': float(lengths.sum())/max(experience.gen_seconds, 1e-9)}
 
 # %% ../nbs/12_buffer.ipynb #a3c111a0
@@ -374,6 +374,15 @@ def priced(
     return replace(scores, rewards=scores.rewards - price), float(price.mean())
 
 
+def task_shares(
+    prompts: Sequence[Sample], # of a batch, the tasks mixed as they come
+) -> list[tuple[Sample, ...]]: # of each task that is there
+    "Sort a batch by task; SettingError where there is nothing in it."
+    if not prompts:
+        raise SettingError('a batch of prompts is empty')
+    return [tuple(share) for share in by_task(prompts).values() if share]
+
+
 def check_price(
     penalty: Callable[[], float] | None, # of a `Collector`
     credit: Callable[..., Tensor] | None, # likewise
@@ -460,8 +469,7 @@ class Collector:
 
     def __iter__(self) -> Iterator[Experience]: return self
     def __next__(self) -> Experience:
-        c, start, paid, pools = self.config, time.perf_counter(), 0., by_task(next(self.prompts)).values()
-        shares = [tuple(pool) for pool in pools if pool]
+        c, start, paid, shares = self.config, time.perf_counter(), None, task_shares(next(self.prompts))
         limits = [c.max_new_tokens_policy if share[0].task == 'P' else c.max_new_tokens_env for share in shares]
         own = [sample_completions(self.model, self.tokenizer, [s.prompt for s in share], c.group_size, limit,
                                   c.temperature, self.generator, self.ranks.share(len(share)))
@@ -559,9 +567,9 @@ def next_groups(
     size: int,                     # how many are wanted
     seed: str,                     # of the lots
 ) -> list[StoredGroup]:            # sorted by place
-    "Groups that this pass has not dealt yet, by lot."
+    "Groups that this pass has not dealt yet: those of the latest collection first, among themselves by lot."
     lots = random.Random(seed)
-    ranked = sorted(groups, key=lambda group: (group.due, lots.random()))
+    ranked = sorted(groups, key=lambda group: (group.due, -group.born, lots.random()))
     return sorted(ranked[:size], key=lambda group: (group.experience, group.part, group.prompt))
 
 # %% ../nbs/12_buffer.ipynb #7c03d4ca

@@ -602,7 +602,7 @@ def evaluate_model(
     "Measure a model: held-out positions, puzzles, self-play, matches; with confidence intervals."
     from rookworld_nb.run import torch_device
     from rookworld_nb.sampling import check_request
-    from rookworld_nb.suites import model_player, model_world
+    from rookworld_nb.suites import model_player, model_simulator, model_world
     from rookworld_nb.weights import load_pretrained
     at_least_one(limit=limit, samples_per_prompt=samples_per_prompt, max_new_tokens=max_new_tokens, batch=batch)
     puzzles, openings = suite_puzzles(suite, data, limit), suite_openings(suite, games, levels, stockfish_path)
@@ -612,8 +612,9 @@ def evaluate_model(
         raise UsageError(f'--against {against}: compares policy, env and stress, not {",".join(suite)}')
     device = torch_device(device)
     loaded = {name: load_pretrained(name, device) for name in dict.fromkeys((against, model)) if name}
-    sides = {each: (model_player(*loaded[model], each, seed, batch),
-                    model_world(*loaded[model], history_plies, each, seed, batch)) for each in temperature}
+    worlds = {each: model_world(model_simulator(*loaded[model], history_plies, each, seed, batch))
+              for each in temperature}
+    sides = {each: (model_player(*loaded[model], each, seed, batch), worlds[each]) for each in temperature}
     options = dict(seed=seed, samples_per_prompt=samples_per_prompt, max_new_tokens=max_new_tokens, batch_size=batch)
     examined = {name: examine(each, samples, temperature, **options) for name, each in loaded.items()}
     played = [(name, each, table) for each, side in sides.items() for name, table in play_suites(

@@ -66,9 +66,9 @@ class History:
     ) -> None:
         """Add a row; a number that is missing in it is NaN."""
         done = len(self.columns['step'])
-        row = {'step': done + 1} | dict(row)
+        row = {'step': done + 1.} | {name: float(value) for name, value in row.items()}
         for name in row: self.columns.setdefault(name, [math.nan]*done)
-        for name, values in self.columns.items(): values.append(float(row.get(name, math.nan)))
+        for name, values in self.columns.items(): values.append(row.get(name, math.nan))
 
     def last(
         self,
@@ -154,7 +154,7 @@ def cell_html(
     value:object, # text or number
 )->str:           # one <td>, escaped
     """One cell: texts as they are, scores shaded, missing parts empty."""
-    if name in TEXTS: return f'<td class="rw-{escape(name)}">{escape(str(value))}</td>'
+    if name in TEXTS or isinstance(value, str): return f'<td class="rw-{escape(name)}">{escape(str(value))}</td>'
     number = float(value)
     if math.isnan(number): return '<td></td>'
     shade = min(1., max(0., number))*.35 if name != 'advantage' else 0
@@ -300,6 +300,7 @@ def boards_html(
     rows:Rows, # one a completion: prompt, completion, task, reward; target where known
 )->str:        # figures beside each other
     """The best and the worst policy completion and the worst environment completion on boards."""
+    if not len(rows): return ''
     table = pd.DataFrame(rows)
     policy, environment = (table[table['task'] == task] for task in 'PA')
     chosen = pd.concat([pick_rows(policy, 2), environment.sort_values('reward', kind='stable').head(1)])
@@ -322,6 +323,7 @@ def histogram_svg(
     rows:Rows, # one a completion: task, reward
 )->str:        # an SVG picture, the tasks stacked; colours of the text are the page's
     """The rewards of a batch, by task."""
+    if not len(rows): return ''
     table = pd.DataFrame(rows)
     counts = {task: reward_bins(part['reward'].astype(float)) for task, part in table.groupby('task', sort=False)}
     tallest, base, bars = max(map(sum, zip(*counts.values()))) or 1, [180]*BINS, []
@@ -482,7 +484,7 @@ class Face(Controls):
         self.pause.description, self.pause.icon = ('Resume', 'play') if self.paused else ('Pause', 'pause')
         whole = progress.step >= progress.total
         if whole or self.stopped or self.ended:
-            done = whole and not (self.stopped or self.failed)
+            done = whole and not self.failed
             self.stop.description = 'Done' if done else halt
             self.stop.button_style = self.stop.icon = ''
             self.bar.style.bar_color = LIGHT_COLOURS['green'] if done else MUTED

@@ -177,7 +177,7 @@ def aggregate(
     max_completion_length:int|None=None, # tokens, only for dr_grpo, which cannot do without
     num_items:Tensor|float|None=None,    # `count_items` of the whole step; None: this batch is the whole step
 )->Tensor:                               # () weighted mean over the active tokens
-    "Average over the active tokens; what stands at masked ones does not matter."
+    "Average over the active tokens; a value at a masked one does not matter, nor does its gradient if it is finite."
     items = count_items(completion_mask, loss_type) if num_items is None else torch.as_tensor(num_items)
     mask = completion_mask.bool()
     values = torch.where(mask, values, values.new_zeros(()))
@@ -222,7 +222,9 @@ def _check_batch(shape:torch.Size, advantages:Tensor, **tensors:Tensor|None)->Te
     if advantages.shape not in (shape, shape[:1]):
         raise BatchShapeError(f'advantages have shape {tuple(advantages.shape)}, '
                               f'valid are {tuple(shape[:1])} and {tuple(shape)}')
-    return advantages.detach().reshape(shape[0], -1)
+    advantages = advantages.detach().reshape(shape[0], -1)
+    per_token = advantages.shape == shape
+    return advantages.masked_fill(~tensors['completion_mask'].bool(), 0.) if per_token else advantages
 
 
 def _kl_term(logprobs, ref_logprobs, token_kl, mask, estimator, ratio):
@@ -319,4 +321,5 @@ def value_loss(
     num_items:Tensor|float|None=None, # active tokens of the whole step when this is one micro-batch of it
 )->Tensor:                            # () half the mean squared error over the active tokens
     "Teach the critic: mean of (V - return)^2 / 2."
-    return aggregate((values - returns.detach()).square() / 2, completion_mask, num_items=num_items)
+    error = (values - returns.detach()).masked_fill(~completion_mask.bool(), 0.)    # nan there would reach the gradient
+    return aggregate(error.square() / 2, completion_mask, num_items=num_items)

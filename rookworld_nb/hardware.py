@@ -8,7 +8,7 @@ __all__ = ['PRECISIONS', 'COMPILE_MODES', 'logger', 'SIZES', 'OUT_OF_MEMORY', 'A
            'prepare_model', 'machine_name', 'use_hardware', 'KeptForBackward', 'Kept', 'tensor_bytes', 'kv_cache_bytes',
            'adam_bytes', 'proc_bytes', 'container_room', 'reset_peak', 'peak_memory', 'total_memory', 'MemoryProfile',
            'is_out_of_memory', 'completes', 'memory_limit', 'unchanged', 'BatchSearch', 'search_batch', 'profile_lines',
-           'RankError', 'in_company', 'Ranks', 'told_to_end', 'has_own_gpu', 'torchrun']
+           'RankError', 'in_company', 'Ranks', 'add_up', 'agree', 'told_to_end', 'has_own_gpu', 'torchrun']
 
 # %% ../nbs/10_hardware.ipynb #93a7b872
 import ctypes
@@ -495,16 +495,26 @@ class Ranks:
             with in_company(): dist.all_gather_object(found, value)
         return found
 
+    def spread(
+        self,
+        function: Callable[..., list],  # of columns with equally many rows; a list with one value a row
+        *columns: Sequence | None,      # of all processes; None is handed on
+    ) -> list:                          # one value a row
+        "Call a function with this process's share of the rows; what it returned everywhere."
+        mine = (column if column is None else column[self.share(len(column))] for column in columns)
+        return [row for part in self.gather(function(*mine)) for row in part]
+
 # %% ../nbs/10_hardware.ipynb #61efc4eb
-def _spread(self: Ranks, function: Callable[..., list], *columns: Sequence | None) -> list:
-    "Call a function of columns with this process's share of their rows; the rows that it returned everywhere."
-    mine = (column if column is None else column[self.share(len(column))] for column in columns)
-    return [row for part in self.gather(function(*mine)) for row in part]
+#: A process on its own.
+ALONE = Ranks()
 
 
-def _add(self: Ranks, tensors: Sequence[Tensor]) -> None:
+def add_up(
+    ranks: Ranks,               # who works together
+    tensors: Sequence[Tensor],  # of one device and type, the same shapes everywhere
+) -> None:
     "Replace tensors by their sums over the processes, in place."
-    if self.size == 1:
+    if ranks.size == 1:
         return
     flat = torch.cat([tensor.flatten() for tensor in tensors])
     with in_company(): dist.all_reduce(flat)
@@ -512,18 +522,16 @@ def _add(self: Ranks, tensors: Sequence[Tensor]) -> None:
         tensor.copy_(part.view_as(tensor))
 
 
-def _agree(self: Ranks, **facts: Any) -> None:
+def agree(
+    ranks: Ranks,  # who works together
+    **facts: Any,  # plain values, by name
+) -> None:
     "Raise RankError where a fact is not the same everywhere."
-    for other, theirs in enumerate(self.gather(facts)):
+    for other, theirs in enumerate(ranks.gather(facts)):
         for name, value in facts.items():
             if theirs[name] != value:
-                raise RankError(f'{name}: process {self.rank} of {self.size} has {str(value)[:200]}, process {other} '
+                raise RankError(f'{name}: process {ranks.rank} of {ranks.size} has {str(value)[:200]}, process {other} '
                                 f'has {str(theirs[name])[:200]}; all must have the same')
-
-
-Ranks.spread, Ranks.add, Ranks.agree = _spread, _add, _agree
-#: A process on its own.
-ALONE = Ranks()
 
 # %% ../nbs/10_hardware.ipynb #26c58a04
 def told_to_end(

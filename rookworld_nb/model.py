@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['CACHE_BLOCK', 'ModelConfigError', 'SequenceError', 'GPTConfig', 'attention', 'causal_bias', 'SelfAttention', 'MLP',
            'Block', 'init_weights', 'Rule', 'Transformer', 'token_positions', 'padding_bias', 'real_tokens',
-           'check_length', 'reading', 'Prefix', 'make_prefix', 'KVCache', 'grouped', 'ungrouped', 'attend_after',
+           'check_ids', 'reading', 'Prefix', 'make_prefix', 'KVCache', 'grouped', 'ungrouped', 'attend_after',
            'continuing', 'GPT']
 
 # %% ../nbs/00_gpt2.ipynb #956067b3
@@ -62,7 +62,7 @@ def causal_bias(
     dtype: torch.dtype,    # of the scores it is added to
     device: torch.device,  # of the scores
 ) -> Tensor:               # (T, S) 0 where query t may see key s, so where s <= past+t; else -inf
-    'The causal mask as a number to add to the scores; made once per shape.'
+    'The causal mask as a number to add to the scores; the latest shapes are kept.'
     with torch.inference_mode(False):  # the cached tensor must serve training too
         return torch.full((n_queries, n_keys), -math.inf, dtype=dtype, device=device).triu(past+1)
 
@@ -206,9 +206,7 @@ def real_tokens(
     cfg: GPTConfig,                    # of the model
 ) -> Tensor|None:                      # (B, T) bool, or None where every token is real
     'Check a batch and its mask: their shapes, and that the model has so many positions.'
-    if ids.dim() != 2 or 0 in ids.shape:
-        raise SequenceError(f'ids must be (B, T) with B, T >= 1, not {tuple(ids.shape)}')
-    check_length(ids.shape[1], cfg)
+    check_ids(ids, cfg)
     if attention_mask is None: return None
     if attention_mask.shape != ids.shape:
         raise SequenceError(f'attention_mask is {tuple(attention_mask.shape)}, ids are {tuple(ids.shape)}')
@@ -216,12 +214,15 @@ def real_tokens(
     return None if mask.all() else mask
 
 
-def check_length(
-    n_tokens: int,   # of the longest row, prompt and continuation together
+def check_ids(
+    ids: Tensor,     # (B, T) int64
     cfg: GPTConfig,  # of the model
+    past: int=0,     # tokens before them, in the longest row
 ) -> None:
-    'Positions are learned: there are none beyond `n_positions`.'
-    if n_tokens > cfg.n_positions:
+    'A batch has rows and tokens; and positions are learned: there are none beyond `n_positions`.'
+    if ids.dim() != 2 or 0 in ids.shape:
+        raise SequenceError(f'ids must be (B, T) with B, T >= 1, not {tuple(ids.shape)}')
+    if (n_tokens := past+ids.shape[1]) > cfg.n_positions:
         raise SequenceError(f'{n_tokens} tokens are more than the n_positions={cfg.n_positions} of this model')
 
 # %% ../nbs/00_gpt2.ipynb #0f2cb6eb
@@ -304,11 +305,11 @@ class KVCache:
 
     def select(
         self,
-        rows: Tensor, # (n,) int64 indices into the present rows, or (N,) bool: those to keep, in order
+        rows: Tensor, # (n,) int64 indices into the present rows: those to keep, in order
     ) -> None:
         'The other rows leave the batch; what stays is an empty slot each in the products with the prompts.'
-        if rows.dtype == torch.bool: self.n_slots, rows = self.n_slots or len(rows), rows.nonzero().squeeze(1)
-        elif not self.n_slots: raise SequenceError('before the first step: give a mask, or KVCache(n_slots=all rows)')
+        if rows.dtype != torch.int64: raise SequenceError(f'rows to keep are indices (int64), not {rows.dtype}')
+        if not self.n_slots: raise SequenceError('before the first step: say how many there are, KVCache(n_slots=...)')
         for store in (self.keys, self.values): store[:] = [x.index_select(0, rows) for x in store]
         self.rows = rows if self.rows is None else self.rows[rows]
 
@@ -412,7 +413,7 @@ class GPT(Transformer):
         cache: KVCache|None=None,  # the rows' earlier tokens; the T new ones are appended
     ) -> Tensor:                   # (N, T, D) final hidden states of the new tokens
         'Continue prompts: a decode step with a cache, the training pass without one.'
-        check_length(prefix.longest+(0 if cache is None else cache.length)+ids.shape[-1], self.cfg)
+        check_ids(ids, self.cfg, prefix.longest+(0 if cache is None else cache.length))
         hidden = self.run(ids, continuing(ids, prefix, cache))
         if cache is not None: cache.length += ids.shape[-1]
         return hidden

@@ -12,17 +12,14 @@ from dataclasses import dataclass, field, replace
 
 import chess
 import ipywidgets as w
-import torch
 from IPython.display import display
 from tokenizers import Tokenizer
 
 from .dashboard import Diagram, diagram_html, env_diagrams, policy_diagram
-from .evaluate import answer_budget, completions
 from .model import GPT
-from .rewards import read_env
 from .rules import legal_moves
-from .suites import LONGEST, Player, game_end, legal_choice, model_player
-from .tasks import EnvAnswer, PolicyAnswer, env_prompt
+from .suites import Player, game_end, legal_choice, model_player, model_simulator
+from .tasks import EnvAnswer, PolicyAnswer
 
 # %% ../nbs/18_play.ipynb #e6316ce6
 @dataclass(frozen=True)
@@ -55,7 +52,7 @@ class Partner:
         seed:int=0,             # of sampling, and of the random moves that replace illegal ones
     ) -> None:
         self.player, self.rng = model_player(model, tokenizer, temperature, seed), random.Random(f'{seed} partner')
-        self.model, self.tokenizer, self.plies = model, tokenizer, history_plies
+        self.simulator = model_simulator(model, tokenizer, history_plies)
 
     def think(
         self,
@@ -70,10 +67,7 @@ class Partner:
         move:chess.Move,   # about to be made
     ) -> EnvAnswer:        # where the model believes it leads; greedy
         """Ask what a move does."""
-        plies = [each.uci() for each in (*board.move_stack, move)][-self.plies:]
-        budget = answer_budget(self.tokenizer, [LONGEST['A']])
-        return read_env(completions(self.model, self.tokenizer, [env_prompt(board.fen(), move.uci(), plies)], 1,
-                                     budget, 0., torch.Generator(), 1)[0])
+        return self.simulator([(board.fen(), [each.uci() for each in (*board.move_stack, move)])])[0]
 
 # %% ../nbs/18_play.ipynb #a57f9724
 @dataclass

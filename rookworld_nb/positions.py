@@ -338,13 +338,13 @@ def generate_positions(
     seed: int = 0,  # the same seed gives the same list
 ) -> list[Position]:  # 20 % openings, 60 % middle games, 20 % endgames, distinct, in that order
     "Positions to play from: named openings, middle games of 8-20 plies, endgames of fewer than 14 pieces."
-    if n < 1:
-        raise DataError(f'n={n} positions: ask for at least 1')
+    if not isinstance(n, int) or n < 1:
+        raise DataError(f'n={n} positions: ask for a whole number, at least 1')
     rng, named = random.Random(seed), opening_positions()
     n_opening = n_endgame = round(.2*n)
     if n_opening > len(named):
         raise DataError(f'n={n} needs {n_opening} distinct openings and {len(named)} are known: '
-                        f'ask for at most {5*len(named)}')
+                        f'ask for at most {5*len(named) + 2}')
     finals, on_the_way = named[:len(OPENINGS)], named[len(OPENINGS):]
     positions = rng.sample(finals, min(n_opening, len(finals))) + rng.sample(on_the_way, max(0, n_opening-len(finals)))
     seen = {fen_key(position.fen) for position in positions}

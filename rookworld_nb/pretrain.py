@@ -73,7 +73,7 @@ TOKEN_PATTERN = '|'.join([
     r'(?: -| )?\d{1,2}', r'\.\d{1,2}', r'[\s\S]'])
 
 
-def board_tokenizer() -> Tokenizer:  # about 780 words; encoding and decoding are each other's inverse
+def board_tokenizer() -> Tokenizer:  # about 780 words; decoding gives back ASCII text as it was
     "A tokenizer that writes every board as 64 squares and 7 slashes, so that a square always has the same position."
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(_vocabulary())}, unk_token='[UNK]'))
     ahead = r'(?=[pnbrqkPNBRQK1-8·]*(?:/| [wb] ))'    # a digit counts empty squares only inside a board
@@ -154,19 +154,17 @@ def _write_shard(samples: list[Sample], path: Path) -> None:
     os.replace(partial, path)
 
 
-def _same_settings(folder: Path, kind: str, **settings: float) -> None:
+def _same_settings(folder: Path, kind: str, **settings: float | str) -> None:
     "Refuse a folder whose shards other settings made; where it has none yet, write the settings down."
     path = folder/f'{kind}.json'
-    if path.exists():
-        made = json.loads(path.read_text(encoding='utf-8'))
-        if wrong := [f'--{name.replace("_", "-")} {made.get(name)}, not {value}' for name, value in settings.items()
-                     if made.get(name) != value]:
-            raise PretrainError(f'{folder}: its {kind} shards were made with {", ".join(wrong)}; give the same, '
-                                'or another --output-dir')
-        return
-    if any(folder.glob(f'{kind}-*.txt')):
+    made = json.loads(path.read_text(encoding='utf-8')) if path.exists() else {}
+    if wrong := [f'{name if name == "engine" else "--" + name.replace("_", "-")} {made[name]}, not {value}'
+                 for name, value in settings.items() if made.get(name, value) != value]:
+        raise PretrainError(f'{folder}: its {kind} shards were made with {", ".join(wrong)}; give the same, '
+                            'or another --output-dir')
+    if not made and any(folder.glob(f'{kind}-*.txt')):
         logger.warning('%s: nobody wrote down what made its %s shards; taken for %s', folder, kind, settings)
-    path.with_suffix('.partial').write_text(json.dumps(settings) + '\n', encoding='utf-8')
+    path.with_suffix('.partial').write_text(json.dumps(made | settings) + '\n', encoding='utf-8')
     os.replace(path.with_suffix('.partial'), path)
 
 
@@ -201,10 +199,12 @@ def make_policy_data(
     "Label positions with Stockfish; shards that exist are kept, and PretrainError where other settings made them."
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    _same_settings(folder, 'policy', policy_shard=size, nodes=nodes, seed=seed, mate_share=mate_share)
-    return _make_shards([folder/f'policy-{number:04d}.txt' for number in range(n_shards)],
-                        functools.partial(_policy_shard, folder=folder, size=size, nodes=nodes, seed=seed,
-                                          mate_share=mate_share), processes)
+    shards, engine = [folder/f'policy-{number:04d}.txt' for number in range(n_shards)], {}
+    if not all(path.exists() for path in shards):
+        with Stockfish(nodes=nodes) as asked: engine['engine'] = asked.name
+    _same_settings(folder, 'policy', policy_shard=size, nodes=nodes, seed=seed, mate_share=mate_share, **engine)
+    return _make_shards(shards, functools.partial(_policy_shard, folder=folder, size=size, nodes=nodes, seed=seed,
+                                                  mate_share=mate_share), processes)
 
 # %% ../nbs/11_pretrain.ipynb #db55d365
 def env_sample(
@@ -588,14 +588,15 @@ def check_pretrain(
     config: 'PretrainConfig', # what is asked for
 ) -> None:
     "Refuse impossible settings, before any data is made."
-    wrong = {name: 'at least 1' for name in COUNTS if getattr(config, name) < 1}
+    counts = {name: getattr(config, name) for name in COUNTS}
+    wrong = {name: 'a whole number, at least 1' for name, n in counts.items() if not isinstance(n, int) or n < 1}
     if not wrong and config.n_embd % config.n_head: wrong['n_head'] = f'a divisor of --n-embd {config.n_embd}'
     if not 0 < config.lr < math.inf: wrong['lr'] = 'above 0'
     if not 0 <= config.mate_share < 1: wrong['mate_share'] = 'at least 0 and below 1'
     if not 0 < config.decay_share <= 1: wrong['decay_share'] = 'above 0 and at most 1'
     for name, words in wrong.items():
         raise PretrainError(f'--{name.replace("_", "-")} {getattr(config, name)}: must be {words}')
-    if min(config.env_share, config.legal_share) < 0 or config.env_share + config.legal_share >= 1:
+    if not (config.env_share >= 0 <= config.legal_share and config.env_share + config.legal_share < 1):
         raise PretrainError(f'--env-share {config.env_share} and --legal-share {config.legal_share}: must be '
                             'at least 0, and together below 1; the rest is P: rows')
 
@@ -847,7 +848,7 @@ def prepare(
     folder = Path(config.output_dir)
     excluded = read_excluded(config.exclude)
     made_of = [json.dumps([config.shards, config.policy_shard, config.env_shard, config.nodes, config.mate_share,
-                           config.best_first, config.seed, sorted(excluded)])]
+                           config.best_first, config.seed, sorted(excluded), sorted(shipped_positions())])]
     cache = folder/'rows.npz'
     if cache.exists():
         with np.load(cache) as stored:

@@ -89,15 +89,15 @@ def check_config(
         choices = get_args(Shaping if name == 'shaping' else Scaling if name.endswith('_scaling') else None)
         low, high = RANGES.get(name, (0., math.inf))
         if choices and value not in choices:
-            raise RewardConfigError(f'{name} is {value!r}; valid: {", ".join(choices)}')
+            raise RewardConfigError(f'{name}={value!r}; valid: {", ".join(choices)}')
         if (kind is bool) != isinstance(value, bool):
             what = 'True or False' if kind is bool else 'a number'
-            raise RewardConfigError(f'{name} is {value!r}; it must be {what}')
+            raise RewardConfigError(f'{name}={value!r}; it must be {what}')
         if not choices and not (isinstance(value, numbers) and low <= value <= high and math.isfinite(value)):
             what = 'whole number' if kind is int else 'number'
-            raise RewardConfigError(f'{name} is {value!r}; it must be a {what} from {low:g} to {high:g}')
+            raise RewardConfigError(f'{name}={value!r}; it must be a {what} from {low:g} to {high:g}')
         if name in POSITIVE and value == 0:
-            raise RewardConfigError(f'{name} is 0; it must be positive')
+            raise RewardConfigError(f'{name}=0; it must be positive')
 
 # %% ../nbs/05_rewards.ipynb #492721d9
 def scale_score(

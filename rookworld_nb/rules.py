@@ -326,7 +326,7 @@ class Stockfish(_KeptEngine):
     ):
         if timeout is None: timeout = max(10., nodes/50_000)
         for name, value in (('nodes', nodes), ('multipv', multipv), ('hash_mb', hash_mb), ('timeout', timeout)):
-            if not value > 0: raise EngineError(f"{name} must be positive, not {value!r}")
+            if not value > 0: raise EngineError(f"{name}={value!r}; it must be positive")
         super().__init__(find_stockfish(path), {'Threads': 1, 'Hash': hash_mb, 'MultiPV': multipv}, timeout)
         self.nodes, self.multipv, self.fresh = nodes, multipv, fresh
         self.settings = f'nodes={nodes} multipv={multipv} hash={hash_mb} fresh={fresh}'

@@ -5,11 +5,12 @@
 # %% auto #0
 __all__ = ['logger', 'SPACES', 'PAIR', 'SHARED', 'KINDS', 'READERS', 'FALL', 'BATCHES', 'BEAT', 'TRIES', 'POLL', 'COLUMNS', 'FEW',
            'BINS', 'ENOUGH', 'BEST', 'EXAMPLES', 'SearchError', 'WorkersLost', 'Choices', 'Span', 'pair_of', 'kinds_of',
-           'setting_value', 'read_dimension', 'fields_of', 'settings_at', 'read_space', 'Search', 'hopeless', 'Verdict',
-           'verdict_of', 'examine_run', 'train_trial', 'run_trial', 'suggest', 'connect', 'open_study', 'is_lost',
-           'by_ticket', 'is_given_up', 'reissue', 'deal', 'outcome_of', 'TakenTwice', 'claim', 'attempt', 'trials_of',
-           'work', 'tables_of', 'run_search', 'stop', 'trial_table', 'listed', 'labels_of', 'success_rates',
-           'importance', 'why_failed', 'best_of', 'search_report', 'plot_success', 'plot_slices']
+           'setting_value', 'read_dimension', 'fields_of', 'settings_at', 'read_space', 'Search', 'trial_config',
+           'space_words', 'check_search', 'hopeless', 'Verdict', 'verdict_of', 'judged_task', 'examine_run',
+           'train_trial', 'run_trial', 'suggest', 'connect', 'open_study', 'is_lost', 'by_ticket', 'is_given_up',
+           'reissue', 'study_facts', 'deal', 'outcome_of', 'TakenTwice', 'claim', 'attempt', 'trials_of', 'work',
+           'tables_of', 'run_search', 'stop', 'trial_table', 'listed', 'labels_of', 'success_rates', 'importance',
+           'why_failed', 'best_of', 'search_report', 'plot_success', 'plot_slices']
 
 # %% ../nbs/22_scale.ipynb #2a2efdb5
 import logging
@@ -178,70 +179,66 @@ class Search:
     untrained: dict[tuple, pd.DataFrame] = field(default_factory=dict, repr=False)  # start -> its examination
 
     def __post_init__(self) -> None:
-        if both := [name for part in self.dimensions for name in fields_of(part) if name in self.given]:
-            raise SearchError(f'--{both[0].replace("_", "-")} is in the space too; give one of them')
-        if self.given.get('resume'):
-            raise SearchError('--resume: a study goes on by itself where its --output-dir is named again')
-        if self.given.get('auto_batch_size'):
-            raise SearchError('--auto-batch-size: not in a study, whose trials must not depend on the memory at hand; '
-                              'rookworld batch-size measures what fits')
-        if self.trials is None and self.points is None:
-            raise SearchError('--trials: a space with a range has no end; say how many')
-        if self.trials is not None and self.trials < 1:
-            raise SearchError(f'--trials {self.trials}: must be at least 1')
-        for name, part in self.dimensions.items():
-            for value in part if isinstance(part, Choices) else part[:2]: self.config({name: value})
-        if not self.config().eval_policy + self.config().eval_env:
-            raise SearchError('--eval-policy 0 --eval-env 0: success is measured on held-out positions; give some')
+        check_search(self)
+
+    @property
+    def folder(self) -> Path:
+        "Where the runs are kept."
+        return Path(self.given.get('output_dir') or 'runs/search')
+
+    @property
+    def size(self) -> int:
+        "How many trials the study has in all."
+        return min(each for each in (self.trials, self.points and len(self.points)) if each is not None)
 
     @cached_property
     def dimensions(self) -> dict[str, Choices | Span]:
         "The space, read."
-        return read_space(self.words)
+        return read_space(space_words(self))
 
     @cached_property
     def points(self) -> list[dict[str, Any]] | None:
         "All points of a grid, in random order; None for a space with a range."
-        if not all(isinstance(part, Choices) for part in self.dimensions.values()):
-            return None
+        if any(isinstance(part, Span) for part in self.dimensions.values()): return None
         every = [dict(zip(self.dimensions, values)) for values in product(*self.dimensions.values())]
-        return random.Random(self.config().seed).sample(every, len(every))
+        return random.Random(trial_config(self).seed).sample(every, len(every))
 
 # %% ../nbs/22_scale.ipynb #278ad7cc
-def _config(search: Search, point: Mapping[str, Any] | None = None, **more: Any) -> TrainConfig:
-    "The configuration of a trial; more: where it is run."
+def trial_config(
+    search: Search,  # what all trials share
+    point: Mapping[str, Any] | None = None,  # name of a dimension -> value; None: only what they share
+    **more: Any,     # where it is run
+) -> TrainConfig:
+    "The configuration of a trial."
     return TrainConfig(**{**search.given, 'output_dir': None} | settings_at(point or {}) | more)
 
 
-def _words(search: Search) -> tuple[str, ...]:
-    "The space, chosen."
-    return search.space or ('nano' if search.config().model == 'nano' else 'grid',)
+def space_words(
+    search: Search,  # with a space, or without
+) -> tuple[str, ...]:
+    "The space of a study, chosen."
+    return search.space or ('nano' if trial_config(search).model == 'nano' else 'grid',)
 
 
-def _folder(search: Search) -> Path:
-    "Where the runs are kept."
-    return Path(search.given.get('output_dir') or 'runs/search')
-
-
-def _size(search: Search) -> int:
-    "How many trials the study has in all."
-    return min(each for each in (search.trials, search.points and len(search.points)) if each is not None)
-
-
-def _task(search: Search) -> str:
-    "The task by whose held-out reward a trial is judged."
-    return 'P' if search.config().eval_policy else 'A'
-
-
-def _facts(search: Search) -> dict[str, Any]:
-    "What every worker of the study must agree on."
-    apart = {*FREE, *SHARED} - {'steps', 'eval_policy', 'eval_env', 'eval_samples'}
-    own = {name: value for name, value in asdict(search.config()).items() if name not in apart}
-    return own | {'space': list(search.words), 'prune': search.prune}
-
-
-Search.config, Search.folder, Search.size = _config, property(_folder), property(_size)
-Search.task, Search.words, Search.facts = property(_task), property(_words), property(_facts)
+def check_search(
+    search: Search,  # as given
+) -> None:
+    "Refuse a study that cannot be run, before anything is."
+    if both := [name for part in search.dimensions for name in fields_of(part) if name in search.given]:
+        raise SearchError(f'--{both[0].replace("_", "-")} is in the space too; give one of them')
+    if search.given.get('resume'):
+        raise SearchError('--resume: a study goes on by itself where its --output-dir is named again')
+    if search.given.get('auto_batch_size'):
+        raise SearchError('--auto-batch-size: not in a study, whose trials must not depend on the memory at hand; '
+                          'rookworld batch-size measures what fits')
+    if search.trials is None and search.points is None:
+        raise SearchError('--trials: a space with a range has no end; say how many')
+    if search.trials is not None and search.trials < 1:
+        raise SearchError(f'--trials {search.trials}: must be at least 1')
+    for name, part in search.dimensions.items():
+        for value in part if isinstance(part, Choices) else part[:2]: trial_config(search, {name: value})
+    if not trial_config(search).eval_policy + trial_config(search).eval_env:
+        raise SearchError('--eval-policy 0 --eval-env 0: success is measured on held-out positions; give some')
 
 # %% ../nbs/22_scale.ipynb #0ed240c7
 FALL = 3      # standard errors by which the reward of a hopeless trial has fallen
@@ -281,19 +278,26 @@ def verdict_of(
     return Verdict(outcome, f'{gain:+.4f}, 95 % interval {low:+.4f} to {high:+.4f}', gain, standard_error)
 
 
+def judged_task(
+    search: Search,  # what is examined
+) -> str:            # P or A
+    "The task by whose held-out reward a trial is judged."
+    return 'P' if trial_config(search).eval_policy else 'A'
+
+
 def examine_run(
     run: Run,        # that has ended
     search: Search,  # how to examine
 ) -> Verdict:
     "Examine a policy and the model it started from like every other trial of the study; write summary.json."
-    base, scorer = search.config(), RewardScorer(TrainConfig().rewards)
+    base, scorer = trial_config(search), RewardScorer(TrainConfig().rewards)
     temperature = base.for_size(sum(parameter.numel() for parameter in run.model.parameters())).temperature
     examine = partial(evaluate, tokenizer=run.tokenizer, samples=run.heldout, temperature=temperature, seed=base.seed,
                       scorer=scorer, samples_per_prompt=base.eval_samples)
     start = run.config.model, *(getattr(run.config, each.name) for each in fields(HardwareConfig))
     if start not in search.untrained:
         search.untrained[start] = examine(run.reference)
-    row = run.finish(search.untrained[start], examine(run.model)).loc[(search.task, temperature, 'reward')]
+    row = run.finish(search.untrained[start], examine(run.model)).loc[(judged_task(search), temperature, 'reward')]
     return verdict_of(float(row['difference']), float(row['standard_error']))
 
 # %% ../nbs/22_scale.ipynb #d6ba245b
@@ -322,7 +326,7 @@ def run_trial(
 ) -> Verdict:
     "Train at the trial's point, or go on after a kill, and examine."
     point = {name: suggest(trial, name, part) for name, part in search.dimensions.items()}
-    config = search.config(point, output_dir=str(place), resume=(place/'config.json').exists())
+    config = trial_config(search, point, output_dir=str(place), resume=(place/'config.json').exists())
     trial.set_user_attr('command', command_line(asdict(config)))
     with closing(Run(config)) as run:
         if why := train_trial(run, trial, search):
@@ -414,12 +418,22 @@ def reissue(
             study.enqueue_trial(trials[-1].params or trials[-1].system_attrs['fixed_params'], {'ticket': ticket})
 
 # %% ../nbs/22_scale.ipynb #6bcb1bfe
+def study_facts(
+    search: Search,  # on any machine
+) -> dict[str, Any]: # plain values
+    "What every worker of a study must agree on."
+    apart = {*FREE, *SHARED} - {'steps', 'eval_policy', 'eval_env', 'eval_samples'}
+    own = {name: value for name, value in asdict(trial_config(search)).items() if name not in apart}
+    return own | {'space': list(space_words(search)), 'prune': search.prune}
+
+
 def deal(
     study,           # an optuna.Study
     search: Search,  # what to do
 ) -> None:
     "Write down what is to be done; a study that was begun with other settings is refused."
-    was, facts = study.user_attrs.get('facts', search.facts), search.facts
+    facts = study_facts(search)
+    was = study.user_attrs.get('facts', facts)
     for name in facts:
         if was.get(name) != facts[name]:
             flag, now, then = name.replace('_', '-'), as_word(facts[name]), as_word(was.get(name))
@@ -479,7 +493,7 @@ def attempt(
     if ticket is None or not all(map(is_lost, others)):
         trial.set_user_attr('ended', {'outcome': 'torn up'})
         raise SearchError('somebody else has this ticket')
-    study.sampler = optuna.samplers.TPESampler(seed=search.config().seed*100_003 + trial.number)
+    study.sampler = optuna.samplers.TPESampler(seed=trial_config(search).seed*100_003 + trial.number)
     start, verdict = time.perf_counter(), outcome_of(trial, search, search.folder/f'trial-{ticket:04d}')
     facts = verdict._asdict() | {'seconds': time.perf_counter() - start}
     trial.set_user_attr('ended', {name: value for name, value in facts.items() if value == value})    # no NaN in JSON
@@ -559,7 +573,7 @@ def run_search(
     "Run a study, or go on with it; others may work on it at the same time."
     if workers < 1:
         raise SearchError(f'--workers {workers}: must be at least 1')
-    with closing(Examined(search.config(output_dir=str(search.folder/'trial')))):
+    with closing(Examined(trial_config(search, output_dir=str(search.folder/'trial')))):
         pass    # a model or a file that is not there is said before anything is made
     study = open_study(search)
     deal(study, search)
@@ -705,7 +719,7 @@ def search_report(
     rates, weights = success_rates(table, names), importance(table, search.dimensions)
     title = 'Importance for being among the best quarter of the trials with a gain:\n'
     parts = [f'{len(table)} of {search.size} trials; success: finished without divergence, and the held-out reward on '
-             f'{search.task}: improved', rates.to_string(**numbers),
+             f'{judged_task(search)}: improved', rates.to_string(**numbers),
              '' if search.points else 'The search chose where to look by earlier trials; the rates are no fair sample.',
              why_failed(table),
              title + weights.to_string(**numbers) if len(weights) else '', best_of(table)]

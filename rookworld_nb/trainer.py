@@ -6,8 +6,8 @@
 __all__ = ['SCHEDULES', 'ADAMW', 'LOSS_OPTIONS', 'logger', 'RECENT', 'TrainerConfig', 'check_config', 'lr_factor',
            'build_optimizer', 'MicroBatch', 'micro_batches', 'items_of', 'FirstUpdateError', 'likely_cause',
            'check_first_update', 'exact_token_kl', 'Critic', 'judged_by', 'critic_loss', 'Learning', 'broken_rows',
-           'accumulate_gradients', 'take_step', 'seen_by_all', 'add_gradients', 'Counts', 'Health', 'Learner', 'speed',
-           'Updater', 'Survivor', 'trainer_state', 'restore_trainer', 'Trainer']
+           'accumulate_gradients', 'take_step', 'seen_by_all', 'add_gradients', 'Health', 'find_failure',
+           'count_skipped', 'Learner', 'speed', 'update', 'recover', 'trainer_state', 'restore_trainer', 'Trainer']
 
 # %% ../nbs/13_trainer.ipynb #2a1b3d85
 import copy
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from .buffer import Experience, RolloutBuffer, share_of, stack_rows
 from .grpo import (
     IMPORTANCE_LEVELS, LOSS_TYPES, count_items, gae, grpo_loss, place_rewards, value_loss)
-from .hardware import ALONE, Ranks, group_operations, product_rate
+from .hardware import ALONE, Ranks, add_up, group_operations, product_rate
 from .kl import (
     EXACT_KL, KL_ESTIMATORS, KLConfig, KLController, SettingError, check_option, exact_kl, per_token_kl)
 from .model import GPT
@@ -57,7 +57,6 @@ class TrainerConfig:
     kl: KLConfig = field(default_factory=KLConfig) # weight of the KL term and its control
     kl_estimator: str = 'kl3'          # of the KL term: kl1 | kl2 | kl3, exact: forward | reverse | symmetric
     kl_unbiased: bool = True           # multiply the KL by the ratio: its gradient is that of KL(policy || reference)
-    kl_in_reward: bool = False         # the collector takes the KL from the rewards (`penalty`); measured here
     entropy_coef: float = 0.0          # weight of the entropy bonus
     use_gae: bool = False              # advantages of tokens from a critic instead of the group's
     gamma: float = 0.99                # the critic: discount per token
@@ -345,7 +344,7 @@ class Learning:
         "Loss of some rows; that of the step is the sum over its pieces."
         config, options = self.config, {name: getattr(self.config, name) for name in LOSS_OPTIONS}
         own = {name: value for name, value in columns.items() if name not in ('values', 'returns')}
-        loss, metrics = grpo_loss(**own, **options, kl_coef=0. if config.kl_in_reward else self.kl_coef,
+        loss, metrics = grpo_loss(**own, **options, kl_coef=self.kl_coef,
                                   max_completion_length=self.longest, num_items=self.items)
         if self.critic is None:
             return loss, metrics
@@ -419,19 +418,22 @@ def add_gradients(
         parts = [part for part in (learning.model, learning.critic) if part is not None]
         trained = [p for part in parts for p in part.parameters() if p.requires_grad]
         for p in trained: p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-        ranks.add([p.grad for p in trained])
+        add_up(ranks, [p.grad for p in trained])
 
 # %% ../nbs/13_trainer.ipynb #e4f3a0a0
 RECENT = 20    # steps that a skipped update or a recovery counts as recent
 
 
 @dataclass
-class Counts:
-    "What went wrong in a run, and how much of it lately; plain numbers."
+class Health:
+    "What went wrong in a run, how much of it lately, and what the guards remember; plain numbers."
     skipped: int = 0           # updates left out so far
     recoveries: int = 0        # returns to the last good state
     skipped_at: list[int] = field(default_factory=list)    # steps of the latest of these
     recovered_at: list[int] = field(default_factory=list)  # likewise
+    in_a_row: int = 0          # updates left out, without one that was taken in between
+    lr_scale: float = 1.       # what recoveries have left of the learning rate
+    kl_mean: float | None = None # running mean of the KL, momentum 0.9
 
     def skip(
         self,
@@ -444,8 +446,9 @@ class Counts:
         self,
         step: int,  # the update that failed
     ) -> None:
-        "Count it."
+        "Count it, and halve the learning rate."
         self.recoveries, self.recovered_at = self.recoveries + 1, [*self.recovered_at[1 - RECENT:], step]
+        self.lr_scale, self.in_a_row = self.lr_scale/2, 0
 
     def metrics(
         self,
@@ -457,45 +460,35 @@ class Counts:
         return {'skipped_updates': self.skipped, 'recoveries': self.recoveries} | late
 
 # %% ../nbs/13_trainer.ipynb #0df25c6d
-@dataclass
-class Health(Counts):
-    "What the guards remember from step to step."
-    in_a_row: int = 0          # updates left out, without one that was taken in between
-    lr_scale: float = 1.       # what recoveries have left of the learning rate
-    kl_mean: float | None = None # running mean of the KL, momentum 0.9
+def find_failure(
+    health: Health,            # remembers the KL
+    metrics: dict[str, float], # of the update at hand
+    config: TrainerConfig,     # the limits
+) -> str:                      # why the run has failed; empty if it has not
+    "Judge an update before it is made."
+    mean, kl = health.kl_mean, metrics.get('kl', math.nan)
+    spike = None if mean is None or config.kl_spike_factor is None \
+        else config.kl_spike_factor*max(mean, config.kl.kl_target)
+    for name, limit in (('kl', config.kl_divergence_threshold), ('kl_95pct', config.kl_tail_threshold), ('kl', spike)):
+        if limit is not None and metrics.get(name, math.nan) > limit:
+            return f'{name} is {metrics[name]:.3g} nats per token, above {limit:.3g}'
+    if math.isfinite(kl):
+        health.kl_mean = kl if mean is None else .9*mean + .1*kl
+    return f'{health.in_a_row} updates in a row were skipped' if health.in_a_row >= config.max_skipped else ''
 
-    def failure(
-        self,
-        metrics: dict[str, float], # of the update at hand
-        config: TrainerConfig,     # the limits
-    ) -> str:                      # why the run has failed; empty if it has not
-        "Judge an update before it is made, and remember its KL."
-        mean, kl = self.kl_mean, metrics.get('kl', math.nan)
-        spike = None if mean is None or config.kl_spike_factor is None \
-            else config.kl_spike_factor*max(mean, config.kl.kl_target)
-        for name, limit in (('kl', config.kl_divergence_threshold), ('kl_95pct', config.kl_tail_threshold),
-                            ('kl', spike)):
-            if limit is not None and metrics.get(name, math.nan) > limit:
-                return f'{name} is {metrics[name]:.3g} nats per token, above {limit:.3g}'
-        if math.isfinite(kl):
-            self.kl_mean = kl if mean is None else .9*mean + .1*kl
-        return f'{self.in_a_row} updates in a row were skipped' if self.in_a_row >= config.max_skipped else ''
 
-    def judge(
-        self,
-        step: int,                 # the optimiser step, for the log
-        metrics: dict[str, float], # of the update at hand
-        finite: bool,              # whether its loss and gradients are
-        tokens: int,               # it learns from
-        config: TrainerConfig,     # the limits
-    ) -> str:                      # why the run has failed; empty if it has not
-        "Count an update that has to be left out, and say whether the run has failed."
-        self.in_a_row = 0 if finite else self.in_a_row + 1
-        if not (finite and tokens):
-            self.skip(step)
-            why = 'no token counts: all completions were cut off at max_new_tokens, or are masked'
-            logger.warning('step %d skipped: %s', step, why if finite else 'the loss or a gradient is not finite')
-        return self.failure(metrics, config)
+def count_skipped(
+    health: Health, # counts
+    step: int,      # the optimiser step
+    finite: bool,   # whether its loss and gradients are
+    tokens: int,    # it learns from
+) -> None:
+    "Count an update that has to be left out, and say why."
+    health.in_a_row = 0 if finite else health.in_a_row + 1
+    if not (finite and tokens):
+        health.skip(step)
+        why = 'no token counts: all completions were cut off at max_new_tokens, or are masked'
+        logger.warning('step %d skipped: %s', step, why if finite else 'the loss or a gradient is not finite')
 
 # %% ../nbs/13_trainer.ipynb #b79410db
 class Learner:
@@ -552,64 +545,57 @@ def speed(
     return {'perf/train_tok_s': tokens/max(seconds, 1e-9), 'perf/mfu': needed/possible/max(seconds, 1e-9)}
 
 # %% ../nbs/13_trainer.ipynb #6c9e6eb4
-class Updater(Learner):
-    "One optimiser step at a time: gradients, guards, AdamW, and the KL control, which acts on fresh samples."
-    step = 0                              # steps so far
-    failure = ''                          # why the run has failed at the latest update; empty if it has not
-    broken: pd.DataFrame | None = None    # the table of an experience whose update was skipped, else None
-
-    def update(
-        self,
-        experience: Experience,  # one batch
-    ) -> dict[str, float]:       # metrics by name
-        "One step; nothing moves where a number is not finite or the policy has diverged."
-        start, config, step = time.perf_counter(), self.config, self.step + 1
-        rate, kl_coef = config.lr*lr_factor(step, config)*self.health.lr_scale, self.kl.coefficient(step)
-        tokens = sum(int(part.loss_mask.sum()) for part in experience.parts)
-        learning = Learning(self.model, config, kl_coef, items_of(experience, config.loss_type), max(1, tokens),
-                            experience.max_completion_length, self.ref_model, self.critic)
-        self.optimizer.zero_grad(set_to_none=True)    # whatever the model was used for before
-        metrics, broken = accumulate_gradients(learning, experience, step == 1, self.ranks)
-        self.step = step    # only now: where the check of the first update raises, it is still the first
-        parameters = [p for group in self.optimizer.param_groups for p in group['params']]
-        norm = float(nn.utils.clip_grad_norm_(parameters, config.grad_clip))
-        finite = math.isfinite(metrics['loss'] + norm)
-        self.broken = None if finite else experience.table.assign(broken=broken)
-        self.failure = self.health.judge(self.step, metrics, finite, tokens, config)
-        if finite and tokens and not self.failure:
-            if self.proposed and experience.fresh: self.remember()    # judged by samples that this very state has made
-            take_step(self.optimizer, rate)
-        self.optimizer.zero_grad(set_to_none=True)
-        if 'kl' in metrics and experience.fresh and tokens:
-            self.kl.update(metrics['kl'], self.step - 1)    # what the steps before this one have led to
-        return {'step': self.step} | experience.metrics() | metrics | {
-            'kl_coef': kl_coef, 'grad_norm': norm, 'learning_rate': rate, **self.health.metrics(self.step),
-            **speed(self.model, experience, self.ranks, time.perf_counter() - start)}
+def update(
+    trainer: 'Trainer',      # moved by one step
+    experience: Experience,  # one batch
+) -> dict[str, float]:       # metrics by name
+    "Gradients, guards, AdamW, KL control; nothing moves where a number is not finite or the policy has diverged."
+    start, config, step, health = time.perf_counter(), trainer.config, trainer.step + 1, trainer.health
+    rate, kl_coef = config.lr*lr_factor(step, config)*health.lr_scale, trainer.kl.coefficient(step)
+    tokens = sum(int(part.loss_mask.sum()) for part in experience.parts)
+    in_loss = kl_coef if experience.kl_penalty is None else 0.    # the rewards have paid for it
+    learning = Learning(trainer.model, config, in_loss, items_of(experience, config.loss_type), max(1, tokens),
+                        experience.max_completion_length, trainer.ref_model, trainer.critic)
+    trainer.optimizer.zero_grad(set_to_none=True)    # whatever the model was used for before
+    metrics, broken = accumulate_gradients(learning, experience, step == 1, trainer.ranks)
+    trainer.step = step    # only now: where the check of the first update raises, it is still the first
+    parameters = [p for group in trainer.optimizer.param_groups for p in group['params']]
+    norm = float(nn.utils.clip_grad_norm_(parameters, config.grad_clip))
+    finite = math.isfinite(metrics['loss'] + norm)
+    trainer.broken = None if finite else experience.table.assign(broken=broken)
+    count_skipped(health, step, finite, tokens)
+    trainer.failure = find_failure(health, metrics, config)
+    if finite and tokens and not trainer.failure:
+        if trainer.proposed and experience.fresh: trainer.remember()    # judged by what this very state has sampled
+        take_step(trainer.optimizer, rate)
+    trainer.optimizer.zero_grad(set_to_none=True)
+    if 'kl' in metrics and experience.fresh and tokens:
+        trainer.kl.update(metrics['kl'], step - 1)    # what the steps before this one have led to
+    return {'step': step} | experience.metrics() | metrics | {
+        'kl_coef': kl_coef, 'grad_norm': norm, 'learning_rate': rate, **health.metrics(step),
+        **speed(trainer.model, experience, trainer.ranks, time.perf_counter() - start)}
 
 # %% ../nbs/13_trainer.ipynb #ea16f5d4
-class Survivor(Updater):
-    "An updater that goes on after a failure, `max_recoveries` times."
-    def recover(self) -> bool: # whether there was a try left
-        "Back to the last good state: to go on at half the learning rate, or to end there."
-        health, most = self.health, self.config.max_recoveries
-        self.load_weights(self.good)
-        self.proposed = False
-        if health.recoveries >= most:
-            return False
-        health.recovery(self.step)
-        health.lr_scale, health.in_a_row = health.lr_scale/2, 0
-        logger.warning('step %d: %s; recovery %d of %d: back to the last good state, learning rate x %g', self.step,
-                       self.failure, health.recoveries, most, health.lr_scale)
-        return True
-
-    def last_words(self) -> str: # one sentence without a full stop
-        "Why the run ends."
-        tries = f' after {self.health.recoveries} recoveries' if self.health.recoveries else ''
-        return f'diverged at step {self.step}{tries}: {self.failure}; the weights are those of the last good state'
+def recover(
+    trainer: 'Trainer',  # whose latest update failed
+) -> bool:               # whether there was a try left
+    "Back to the last good state: to go on at half the learning rate, or to end there."
+    health, most = trainer.health, trainer.config.max_recoveries
+    trainer.load_weights(trainer.good)
+    trainer.proposed = False
+    if health.recoveries >= most:
+        tries = f' after {health.recoveries} recoveries' if health.recoveries else ''
+        trainer.stop_reason, trainer.diverged = (f'diverged at step {trainer.step}{tries}: {trainer.failure}; the '
+                                                 'weights are those of the last good state'), True
+        return False
+    health.recovery(trainer.step)
+    logger.warning('step %d: %s; recovery %d of %d: back to the last good state, learning rate x %g', trainer.step,
+                   trainer.failure, health.recoveries, most, health.lr_scale)
+    return True
 
 # %% ../nbs/13_trainer.ipynb #85a6c7c9
 def trainer_state(
-    trainer: Updater,   # between two steps
+    trainer: 'Trainer', # between two steps
 ) -> dict[str, Any]:    # tensors and plain values
     "Everything of a trainer but the policy's weights."
     state = {name: value for name, value in trainer.weights().items() if name != 'model'}
@@ -618,7 +604,7 @@ def trainer_state(
 
 
 def restore_trainer(
-    trainer: Updater,      # its model already has the weights of the checkpoint
+    trainer: 'Trainer',    # its model already has the weights of the checkpoint
     state: dict[str, Any], # from `trainer_state`
 ) -> None:
     "Continue from a checkpoint; a recovery goes back to the state that it would have gone back to without the break."
@@ -629,8 +615,11 @@ def restore_trainer(
     else: trainer.remember()    # a checkpoint from before there was such a state in it
 
 # %% ../nbs/13_trainer.ipynb #c674ff7f
-class Trainer(Survivor):
+class Trainer(Learner):
     "Turns experiences into updates of a policy; a generator of metrics, one row per optimiser step."
+    step = 0          # steps so far
+    failure = ''      # why the run has failed at the latest update; empty if it has not
+    broken: pd.DataFrame | None = None    # the table of an experience whose update was skipped, else None
     stop_reason = ''  # why the run ended; empty while it may go on
     diverged = False  # whether it ended because it failed once too often
     starved = False   # whether it ended because there were no more experiences; with others it may go on
@@ -649,17 +638,14 @@ class Trainer(Survivor):
             self.stop_reason = f'all {self.config.steps} steps are done'
         try:
             while not self.stop_reason:
-                start = time.perf_counter()
-                experience = next(source, None)
+                start, experience = time.perf_counter(), next(source, None)
                 if experience is None:
                     self.stop_reason, self.starved = f'the experiences ended after step {self.step}', True
                     return
-                row = self.update(experience)
-                if self.failure and not self.recover():
-                    self.stop_reason, self.diverged = self.last_words(), True
-                elif (self.failure or self.broken is not None) and isinstance(experiences, RolloutBuffer):
+                row = update(self, experience)
+                if (self.failure or self.broken is not None) and isinstance(experiences, RolloutBuffer):
                     experiences.clear()
-                if self.step >= self.config.steps and not self.stop_reason:
+                if not (self.failure and not recover(self)) and self.step >= self.config.steps:
                     self.stop_reason = f'all {self.config.steps} steps are done'
                 yield row | {'step_time': time.perf_counter() - start}
         finally:

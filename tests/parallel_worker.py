@@ -10,7 +10,7 @@ import torch
 
 from rookworld_nb import trainer as trainer_module
 from rookworld_nb.buffer import BufferConfig, Collector, CollectorConfig, CountingTask, RolloutBuffer, counting_policy
-from rookworld_nb.hardware import ALONE, Ranks, torchrun
+from rookworld_nb.hardware import ALONE, Ranks, agree, torchrun
 from rookworld_nb.kl import KLConfig
 from rookworld_nb.positions import PromptMix
 from rookworld_nb.trainer import Trainer, TrainerConfig
@@ -28,7 +28,7 @@ CASES = {
     'critic, entropy': ({'scale_rewards': 'none'}, {'use_gae': True, 'entropy_coef': .01}, {}),
     'buffer of few groups': ({}, {}, {'replays': 2, 'capacity': 2, 'minibatch_positions': 3, 'drop_tied': True}),
     'diverged': ({}, {'kl_divergence_threshold': 1e-9, 'max_recoveries': 2}, {}),
-    'price of the KL': ({}, {'kl_in_reward': True}, {}),
+    'price of the KL': ({}, {}, {}),
 }
 
 
@@ -41,7 +41,7 @@ def train(name: str, ranks: Ranks) -> dict:
     task, model, seen = CountingTask(), copy.deepcopy(policy()), []
     learner = Trainer(model, TrainerConfig(**LEARN | learn), policy(), ranks)
     learner.optimizer = torch.optim.SGD(learner.optimizer.param_groups)    # a small gradient stays a small step
-    price = (lambda: 1.) if learner.config.kl_in_reward else None
+    price = (lambda: 1.) if name == 'price of the KL' else None
     collector = Collector(model, learner.ref_model, task.tokenizer, PromptMix(task.samples, 6, .34), task,
                           CollectorConfig(**COLLECT | collect), price, ranks)
     step, plain = trainer_module.take_step, [p for group in learner.optimizer.param_groups for p in group['params']]
@@ -70,7 +70,7 @@ def late(folder: Path, ranks: Ranks) -> None:
 
 def apart(folder: Path, ranks: Ranks) -> None:
     "The processes were given different data."
-    ranks.agree(size=1, data=f'file {ranks.rank}')
+    agree(ranks, size=1, data=f'file {ranks.rank}')
 
 
 if __name__ == '__main__':

@@ -375,11 +375,25 @@ def test_a_minibatch_is_fresh_where_no_update_lies_between_it_and_its_sampling(m
     assert 0 < sum(seen) < len(seen) and seen[0]
 
 
-def test_a_mixed_minibatch_is_fresh_if_a_part_of_it_is(model):
-    source = buffer(model, prompts=4, capacity=2, replays=2, minibatch_positions=4)
-    for minibatch in itertools.islice(source, 24):
-        born = [group.born for group in source.groups if group.uses]
-        assert minibatch.fresh == (source.dealt - 1 in born)
+@pytest.mark.parametrize('size', [2, 4, 6])
+def test_what_was_just_sampled_is_dealt_first(model, size):
+    source, mixed = buffer(model, prompts=4, capacity=4, replays=3, minibatch_positions=size), 0
+    for before in range(24):
+        known = source.newest.number if source.newest else 0
+        used = {(group.experience, group.part, group.prompt): group.uses for group in source.groups}
+        minibatch, new = next(source), source.newest.number - known
+        dealt = [group.experience for group in source.groups
+                 if group.uses > used.get((group.experience, group.part, group.prompt), 0)]
+        assert minibatch.fresh == bool(new)
+        if new: assert sum(number > known for number in dealt) == min(size, 4*new)
+        mixed += len({*dealt}) > 1
+    assert bool(mixed) == (size > 4)    # a smaller minibatch finds enough of one collection
+
+
+def test_an_empty_batch_of_prompts_is_named(model):
+    source = collector(model)
+    source.prompts = iter([[]])
+    with pytest.raises(SettingError, match='a batch of prompts is empty'): next(source)
 
 
 def test_tied_groups_are_left_out_where_asked(model):

@@ -493,6 +493,16 @@ def test_rewards_are_placed_at_the_last_active_token():
     assert place_rewards(torch.tensor([1., 2., 3., 4.]), mask).tolist() == [[0, 1, 0], [0, 0, 2], [3, 0, 0], [0, 0, 0]]
 
 
+@pytest.mark.parametrize('level', ['token', 'sequence'])
+def test_an_advantage_at_a_masked_token_reaches_no_gradient(level):
+    logprobs = torch.zeros(1, 3, requires_grad=True)
+    for advantage in (math.nan, math.inf, 9.):
+        loss, _ = grpo_loss(logprobs, torch.zeros(1, 3), None, torch.tensor([[1., 1., advantage]]),
+                            torch.tensor([[True, True, False]]), importance_level=level)
+        gradient, = torch.autograd.grad(loss, logprobs)
+        assert loss == -1 and gradient.tolist() == [[-.5, -.5, 0]]
+
+
 def test_value_loss_value_gradient_and_micro_batches():
     mask = make_batch(8)['completion_mask']
     values, returns = torch.randn(2, 4, 5, generator=rng(9), dtype=torch.float64)
@@ -503,5 +513,6 @@ def test_value_loss_value_gradient_and_micro_batches():
     assert loss.item() == pytest.approx(sum(e * e for e in errors) / 2 / len(errors), abs=1e-9)
     gradient = torch.autograd.grad(loss, values)[0]
     assert_close(gradient[mask], fp64(errors) / len(errors), **EXACT)
+    assert not gradient[~mask].any()    # where the returns are nan
     parts = [value_loss(values[i:i + 1], returns[i:i + 1], mask[i:i + 1], mask.sum()) for i in range(4)]
     assert_close(sum(parts), loss, **EXACT)

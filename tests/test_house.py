@@ -216,7 +216,13 @@ def test_public_names_are_documented(module):
 
 
 def test_lint():
-    subprocess.run([SCRIPTS/'ruff', 'check', '--no-cache', 'rookworld_nb', 'tests'], cwd=ROOT, check=True, timeout=60)
+    subprocess.run([SCRIPTS/'ruff', 'check', '--no-cache', 'rookworld_nb', 'tests', 'benchmarks'], cwd=ROOT, check=True, timeout=60)
+
+
+@pytest.mark.parametrize('script', sorted((ROOT/'benchmarks').glob('*.py')), ids=lambda path: path.stem)
+def test_every_benchmark_starts_and_is_listed(script):
+    said = subprocess.run([sys.executable, script, '--help'], check=True, capture_output=True, text=True, timeout=120).stdout
+    assert said.startswith(f'usage: {script.name}') and f'`{script.name}`' in (ROOT/'CONTRIBUTING.md').read_text()
 
 
 # ---- the commands of the README

@@ -248,6 +248,13 @@ def test_the_state_carries_a_moved_coefficient():
     assert resumed.coefficient(4) == controller.coefficient(4) == pytest.approx(.02 * 1.5**3)
 
 
+@pytest.mark.parametrize('value', [0., 5., -1., math.nan])
+def test_a_state_from_which_the_control_cannot_move_is_refused(value):
+    controller = KLController(KLConfig(kl_coef=.02, kl_control='adaptive'))
+    with pytest.raises(SettingError, match='kl_coef'): controller.load_state_dict({'kl_coef': value})
+    assert controller.state_dict() == {'kl_coef': .02}
+
+
 @settings(max_examples=60, deadline=None)
 @given(start=st.floats(1e-3, 1.), scale=st.floats(.3, 3.), power=st.floats(.5, 1.), target=st.floats(.02, .5))
 def test_adaptive_control_reaches_its_band_and_stays(start, scale, power, target):

@@ -208,7 +208,7 @@ def test_cached_steps_equal_whole_texts_while_rows_leave(B, G, Tp, side, data):
             assert_close(out, expected[rows, done:done+step])
             done += step
             keep = torch.tensor(data.draw(st.lists(st.booleans(), min_size=len(rows), max_size=len(rows))))
-            cache.select(keep if data.draw(st.booleans()) else keep.nonzero().squeeze(1))
+            cache.select(keep.nonzero().squeeze(1))
             rows = rows[keep]
 
 
@@ -218,9 +218,10 @@ def test_rows_may_leave_before_the_first_step():
     keep = torch.tensor([True, False, False, False, True, True])
     with torch.no_grad():
         with pytest.raises(SequenceError, match='before the first step'): KVCache().select(torch.tensor([0, 1]))
-        for cache in (KVCache(), KVCache(n_slots=6)):
-            cache.select(keep if cache.n_slots == 0 else keep.nonzero().squeeze(1))
-            assert_close(model.extend(new[keep], model.prefill(prompts, mask), cache), expected[keep])
+        with pytest.raises(SequenceError, match='indices .int64., not torch.bool'): KVCache(n_slots=6).select(keep)
+        cache = KVCache(n_slots=6)
+        cache.select(keep.nonzero().squeeze(1))
+        assert_close(model.extend(new[keep], model.prefill(prompts, mask), cache), expected[keep])
 
 
 def test_rows_may_leave_twice():
@@ -433,6 +434,8 @@ def test_wrong_shapes_are_refused():
         model.prefill(ids, torch.tensor([[1]*4, [0]*4, [0]*3+[1]]))
     with pytest.raises(SequenceError, match='7 rows cannot continue 3 prompts'):
         model.extend(torch.zeros(7, 1, dtype=torch.long), model.prefill(ids))
+    for bad in (ids[0], ids[:, :0]):
+        with pytest.raises(SequenceError, match='ids must be'): model.extend(bad, model.prefill(ids))
 
 
 def test_a_foreign_cache_is_refused():

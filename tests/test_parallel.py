@@ -20,7 +20,7 @@ from torch.testing import assert_close
 from rookworld_nb import cli
 from rookworld_nb.buffer import Experience, RolloutPart, share_of
 from rookworld_nb.evaluate import evaluate
-from rookworld_nb.hardware import ALONE, RankError, Ranks, torchrun
+from rookworld_nb.hardware import ALONE, RankError, Ranks, agree, torchrun
 from rookworld_nb.model import GPT, GPTConfig
 from rookworld_nb.monitor import metric_rows
 from rookworld_nb.positions import Sample, shipped, write_lines
@@ -200,8 +200,8 @@ def test_what_several_processes_cannot_do():
 
 def test_ranks_that_differ_are_refused():
     def differ(ranks):
-        with pytest.raises(RankError, match=f'weights: process {ranks.rank} of 2'): ranks.agree(step=3, weights=ranks.rank)
-        ranks.agree(step=3)
+        with pytest.raises(RankError, match=f'weights: process {ranks.rank} of 2'): agree(ranks, step=3, weights=ranks.rank)
+        agree(ranks, step=3)
         return True
     assert together(2, differ) == [True, True]
 

@@ -7,7 +7,7 @@ import chess
 import chess.engine
 import pytest
 
-from rookworld_nb.suites import model_player, model_world, uci_board, uci_session
+from rookworld_nb.suites import model_player, model_simulator, model_world, uci_board, uci_session
 from rookworld_nb.tasks import EnvAnswer, PolicyAnswer
 from rookworld_nb.weights import load_pretrained
 
@@ -76,7 +76,7 @@ def test_an_answer_to_a_position_of_its_own_is_no_answer(nano, monkeypatch):
     assert model_player(*nano)([chess.STARTING_FEN])[0].best is None
     asked = [(chess.STARTING_FEN, ['e2e4'])]
     monkeypatch.setattr('rookworld_nb.suites.completions', lambda *_: [f'A: {chess.STARTING_FEN}+d2d4+d2d4+{chess.STARTING_FEN}+0.001+0+0'])
-    assert model_world(*nano)(asked) == [None]
+    assert model_world(model_simulator(*nano))(asked) == [None]
 
 
 def test_a_finished_game_has_no_move(nano):
@@ -198,7 +198,7 @@ def test_the_diagram_says_what_was_played_instead():
 
 
 def test_a_step_into_a_position_of_its_own_is_not_foreseen(nano, monkeypatch):
-    monkeypatch.setattr('rookworld_nb.play.completions', lambda *_: [f'A: {chess.STARTING_FEN}+d2d4+d2d4+{chess.STARTING_FEN}+0.001+0+0'])
+    monkeypatch.setattr('rookworld_nb.suites.completions', lambda *_: [f'A: {chess.STARTING_FEN}+d2d4+d2d4+{chess.STARTING_FEN}+0.001+0+0'])
     assert Partner(*nano).foresee(chess.Board(), chess.Move.from_uci('e2e4')).new_fen is None
 
 

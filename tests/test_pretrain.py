@@ -1,7 +1,10 @@
 "How nano is made: tokenizer, generated data, weights of the loss, resumable training."
 import json
+import math
 import random
+from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 
 import chess
 import numpy as np
@@ -285,7 +288,8 @@ def test_env_shards_are_reproducible_and_kept(tmp_path):
     assert (tmp_path/'a'/'env-0000.txt').read_text() == 'kept'
 
 
-def test_shards_of_other_settings_are_refused(tmp_path, caplog):
+def test_shards_of_other_settings_are_refused(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr('rookworld_nb.pretrain.Stockfish', lambda nodes: nullcontext(SimpleNamespace(name='Stockfish 2')))
     policy = [sample for sample in shipped('train') if sample.task == 'P'][:20]
     write_lines(policy, tmp_path/'policy-0000.txt')     # made before settings were kept
     make = lambda **changes: make_policy_data(tmp_path, **{'n_shards': 1, 'size': 20, 'nodes': 50, 'processes': 1} | changes)
@@ -297,16 +301,21 @@ def test_shards_of_other_settings_are_refused(tmp_path, caplog):
                           ({'seed': 1}, '--seed 0, not 1'), ({'mate_share': .1}, '--mate-share 0.0, not 0.1')):
         with pytest.raises(PretrainError, match=words):
             make(n_shards=2, **change)
+    notes = json.loads((tmp_path/'policy.json').read_text())
+    (tmp_path/'policy.json').write_text(json.dumps(notes | {'engine': 'Stockfish 1'}))
+    assert make() == [tmp_path/'policy-0000.txt']    # nothing is left to ask an engine
+    with pytest.raises(PretrainError, match='engine Stockfish 1, not Stockfish 2'): make(n_shards=2)
     make_env_data(tmp_path, 1, size=5, seed=3, processes=1)
     with pytest.raises(PretrainError, match='--env-shard 5, not 6'):
         make_env_data(tmp_path, 2, size=6, seed=3, processes=1)
     assert not (tmp_path/'policy-0001.txt').exists() and not (tmp_path/'env-0001.txt').exists()
 
 
-@pytest.mark.parametrize('name', ['steps', 'shards', 'nodes', 'n_embd', 'threads', 'warmup_steps', 'decay_share'])
-def test_bad_settings_name_their_flag(name):
+@pytest.mark.parametrize(('name', 'value'), [*((name, 0) for name in ('steps', 'shards', 'nodes', 'n_embd', 'threads', 'warmup_steps', 'decay_share')),
+                                             ('steps', 10.5), ('env_share', math.nan), ('legal_share', math.nan), ('legal_share', -.1)])
+def test_bad_settings_name_their_flag(name, value):
     with pytest.raises(PretrainError, match='--' + name.replace('_', '-')):
-        PretrainConfig(**{name: 0})
+        PretrainConfig(**{name: value})
 
 
 def test_samples_of_the_prompts_are_lines_of_both_tasks():

@@ -487,7 +487,7 @@ def test_positions_without_moves_need_no_engine(fake):
 
 @pytest.mark.parametrize('option', ['nodes', 'multipv', 'hash_mb', 'timeout'])
 def test_bad_options_are_named(fake, option):
-    with pytest.raises(EngineError, match=f'{option} must be positive, not 0'):
+    with pytest.raises(EngineError, match=f'{option}=0; it must be positive'):
         Stockfish(fake()[0], **{option: 0})
 
 

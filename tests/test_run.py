@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -145,7 +146,7 @@ def test_bad_settings_are_refused_at_once(changes, message):
 
 @pytest.mark.parametrize('changes, message', [
     (dict(data='nowhere.txt'), 'nowhere.txt'), (dict(device='cuda:99'), 'cuda:99'), (dict(reference_device='cuda:99'), '--reference-device cuda:99'), (dict(model='no-such-model'), 'no-such-model'),
-    (dict(eval_policy=10**6), '--eval-policy'), (dict(batch_positions=0), 'batch_positions'),
+    (dict(eval_policy=10**6), '--eval-policy'), (dict(batch_positions=0), '--batch-positions 0'),
     (dict(stockfish_path='/no/engine'), '/no/engine'), (dict(stockfish_path='/bin/true'), "/bin/true failed twice on 'uci'")])
 def test_bad_inputs_are_refused_before_anything_is_written(tmp_path, changes, message):
     with pytest.raises(ValueError, match=message):
@@ -625,8 +626,39 @@ def test_impossible_wishes_change_nothing(wish, value, said, tmp_path):
 
 def test_the_adaptive_control_is_not_given_a_weight_that_it_cannot_move(tmp_path):
     run = Run(replace(SHORT, kl_control='adaptive', output_dir=str(tmp_path/'run')))
-    with pytest.raises(RunError, match='kl_coef 0.0: must be finite and above 0'): run.steer('kl_coef', 0.)
+    for value in (0., 5.):
+        with pytest.raises(ValueError, match=f'kl_coef={value} must lie in'): run.steer('kl_coef', value)
+    assert run.levers['kl_coef'] == .02 and not run.folder.exists()
     Run(replace(SHORT, output_dir=str(tmp_path/'other'))).steer('kl_coef', 0.)
+
+
+def test_a_folder_that_holds_the_leavings_of_another_run_is_refused(tmp_path):
+    for name, wish in (('events', ('kl_coef', .1)), ('checkpoint', ('checkpoint',))):
+        config = replace(SHORT, output_dir=str(tmp_path/name))
+        Run(config).steer(*wish)    # before its first step
+        with pytest.raises(RunError, match='holds a run already'): Run(config)
+
+
+def test_a_diverged_run_that_is_given_more_steps_does_not_learn_from_the_failed_policy(tmp_path):
+    config = replace(TINY, steps=6, lr=1., warmup_steps=0, replays=2, max_recoveries=0, output_dir=str(tmp_path/'run'))
+    run = Run(config)
+    assert list(run.steps()) and run.trainer.diverged and run.trainer.step < 6
+    again = Run(resumed_config(output_dir=str(tmp_path/'run'), steps=7))
+    row = next(again.steps())
+    assert row['rollout_age'] == 0 and row['ratio_max'] == pytest.approx(1, abs=1e-3)
+
+
+@pytest.mark.parametrize(('changes', 'said'), [
+    ({'batch_positions': 0}, '--batch-positions 0: must be at least 1'), ({'steps': 2.5}, '--steps 2.5: must be int'), ({'seed': 1.5}, '--seed 1.5: must be int'),
+    ({'mix_env_ratio': None}, '--mix-env-ratio None: must be float'), ({'lr': '1e-4'}, "--lr '1e-4': must be float | None"), ({'bf16': 'no'}, "--bf16 'no': must be bool")])
+def test_values_of_another_kind_are_refused_when_the_configuration_is_made(changes, said):
+    with pytest.raises(RunError, match=re.escape(said)): TrainConfig(**changes)
+    assert TrainConfig(lr=1, kl_coef=0).lr == 1    # a whole number is a number
+
+
+def test_the_plan_says_where_a_number_is_only_the_least(tmp_path):
+    plan = lambda **changes: Run(replace(SHORT, output_dir=str(tmp_path/'run'), **changes)).plan
+    assert 'at least' not in plan() and plan(buffer_capacity=2).count('at least') == 2 == plan(drop_tied=True).count('at least')
 
 
 def test_presets_are_functions_that_can_be_changed():

@@ -22,8 +22,8 @@ from rookworld_nb.positions import shipped
 from rookworld_nb.rewards import RewardScorer
 from rookworld_nb.run import TrainConfig
 from rookworld_nb.scale import (Choices, Search, SearchError, Span, TakenTwice, Verdict, best_of, by_ticket, claim, deal, hopeless,
-                                importance, open_study, read_space, reissue, run_search, search_report, settings_at, success_rates,
-                                trial_table, trials_of, verdict_of, why_failed, work)
+                                importance, open_study, read_space, reissue, run_search, search_report, settings_at, study_facts, success_rates,
+                                trial_config, trial_table, trials_of, verdict_of, why_failed, work)
 from rookworld_nb.weights import load_pretrained
 
 pytest.importorskip('optuna')
@@ -63,14 +63,14 @@ def test_the_grid_is_the_one_of_432_points():
     assert {name: len(values) for name, values in count.items()} == {
         'lr': 3, 'kl_coef': 3, 'clip_range': 2, 'temperature': 3, 'mix_env_ratio': 2, 'kl_estimator': 2, 'batch': 2}
     assert all(len(set(values.values())) == 1 for values in count.values())
-    config = search.config(dict(lr=5e-5, kl_coef=.2, clip_range=.1, temperature=1., mix_env_ratio=0., kl_estimator='kl1', batch='2x4'))
+    config = trial_config(search, dict(lr=5e-5, kl_coef=.2, clip_range=.1, temperature=1., mix_env_ratio=0., kl_estimator='kl1', batch='2x4'))
     assert (config.lr, config.batch_positions, config.group_size, config.kl_estimator) == (5e-5, 2, 4, 'kl1')
 
 
 def test_each_model_has_its_own_space():
     assert Search().dimensions == Search(space=('nano',)).dimensions != Search({'model': 'somewhere'}).dimensions == read_space(['grid'])
     assert Search().size == 216 and Search().dimensions['lr'] == (1e-4, 2e-4, 4e-4)
-    assert Search().config(Search().points[0]).batch_positions == 16
+    assert trial_config(Search(), Search().points[0]).batch_positions == 16
 
 
 def test_a_part_of_a_grid_is_a_random_part():
@@ -168,7 +168,7 @@ def test_a_finished_study_is_not_repeated_and_not_mixed_with_another(done):
     for changed, said in ((Search(dict(search.given) | {'steps': 4}, search.space), '--steps 4'), (Search(search.given, search.space[1:]), '--space'),
                           (Search(search.given, search.space, prune=False), '--prune')):
         with pytest.raises(SearchError, match=said): next(run_search(changed))
-    assert Search(dict(search.given) | {'save_every': 7}, search.space).facts == search.facts
+    assert study_facts(Search(dict(search.given) | {'save_every': 7}, search.space)) == study_facts(search)
 
 
 # ---- who works on it: a stub in the place of training shows what the database hands out

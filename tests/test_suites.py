@@ -20,7 +20,7 @@ from rookworld_nb.positions import SHIPPED, opening_positions, random_endgame, r
 from rookworld_nb.rules import EngineNotFound, Stockfish, env_step, fen_key, find_stockfish, legal_moves
 from rookworld_nb.suites import (LONGEST, Puzzle, Question, SuiteError, bigbench_puzzle, elo_difference, epd_puzzle,
                                  legal_choice, level_options, lichess_puzzle, match_elo, match_scores, mate_puzzles,
-                                 mating_moves, mean_interval, model_player, model_world, parse_puzzles, pass_at_k, play_match,
+                                 mating_moves, mean_interval, model_player, model_simulator, model_world, parse_puzzles, pass_at_k, play_match,
                                  read_puzzles, rules_world, self_play, self_play_scores, shipped_puzzles, solve,
                                  stands_out, stockfish_opponent, suite_format, suite_scores, tactic_puzzles, to_epd, uci_session)
 from rookworld_nb.tasks import PolicyAnswer, is_fen, parse_env, parse_policy
@@ -604,9 +604,9 @@ def test_the_model_plays_and_batches_do_not_matter(nano):
 
 def test_the_model_is_a_world(nano):
     steps = [(START, ['e2e4']), ('rnbqkbnr/pppppppp/8/8/4P3/8/PPPP1PPP/RNBQKBNR b KQkq - 0 1', ['e2e4', 'e7e5'])]
-    assert model_world(*nano)(steps) == rules_world(steps) == model_world(*nano, batch_size=1)(steps)
+    assert model_world(model_simulator(*nano))(steps) == rules_world(steps) == model_world(model_simulator(*nano, batch_size=1))(steps)
     with pytest.raises(SuiteError, match='history_plies is 0'):
-        model_world(*nano, history_plies=0)
+        model_simulator(*nano, history_plies=0)
 
 
 def test_prompts_are_those_of_the_tasks(nano, monkeypatch):
@@ -617,7 +617,7 @@ def test_prompts_are_those_of_the_tasks(nano, monkeypatch):
     monkeypatch.setattr('rookworld_nb.evaluate.sample_group', record)
     assert model_player(*nano, temperature=.3)([START])[0].best is None
     plies = [f'a{i}a{i + 1}' for i in range(1, 6)]
-    assert model_world(*nano, history_plies=3)([(START, plies)]) == [None]
+    assert model_world(model_simulator(*nano, history_plies=3))([(START, plies)]) == [None]
     (policy, *_), (env, *_) = asked
     assert policy == [f'P: {START}'] and env == [f'A: {START}+a5a6+a3a4 a4a5 a5a6+'] and asked[0][1:4:2] == (1, .3)
     assert [budget for _, _, budget, _ in asked] == [answer_budget(nano[1], [LONGEST[task]]) for task in 'PA']
