@@ -55,7 +55,7 @@ def main():
     stress = shipped('stress')
     before, tables = {}, []
     for run in options.runs:
-        config = TrainConfig(**{'rare_env_ratio': None} | json.loads((run/'config.json').read_text(encoding='utf-8')))    # older runs had none
+        config = TrainConfig(**json.loads((run/'config.json').read_text(encoding='utf-8')))
         scorer = RewardScorer(config.rewards).for_evaluation()
         start = config.model, config.rewards
         examine = lambda name: evaluate(*load_pretrained(name), samples + stress, scorer=scorer)

@@ -220,15 +220,17 @@ def settings_in(
     "Read a file of settings."
     try:
         table = tomllib.loads(Path(path).read_text(encoding='utf-8-sig'))
+    except OSError as error:
+        raise UsageError(f'--config {path}: {error.strerror}') from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f'{path} is not a TOML file: {error}') from None
+        raise UsageError(f'--config {path} is not a TOML file: {error}') from None
     texts = {name.replace('-', '_'): value for name, value in table.items()}
     known = [name for name, flag in flags.items() if not flag.many]
     for name, value in texts.items():
         if name not in known:
-            raise UsageError(f'{path}: ' + no_such('setting', name, known))
+            raise UsageError(f'--config {path}: ' + no_such('setting', name, known))
         if isinstance(value, dict):
-            raise UsageError(f'{path}: {name} is a table; a setting is one value')
+            raise UsageError(f'--config {path}: {name} is a table; a setting is one value')
     return {name: as_text(value) for name, value in texts.items()}
 
 # %% ../nbs/23_cli.ipynb #abe8c3a4

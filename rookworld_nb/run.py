@@ -560,7 +560,6 @@ def resumed_config(
     "The configuration to go on with."
     folder = run_folder(TrainConfig(output_dir=asked.get('output_dir'), resume=True))
     stored = {field.name: field.default for field in fields(TrainConfig)}    # of before there was a setting
-    stored |= {'credit': 'answer', 'rare_env_ratio': None}    # and of before there was a choice
     try:
         stored |= json.loads((folder/'config.json').read_text(encoding='utf-8'))
     except ValueError as error:
@@ -795,7 +794,7 @@ def restore_run(
     run.scorer.load_state_dict(state['scorer'])
     restore_buffer(run.buffer, state['buffer'], run.model.wte.weight.device)
     run.events = state['events']
-    run.started -= state.get('seconds', 0.)    # older checkpoints did not know
+    run.started -= state['seconds']
     if (path/PROFILES).exists():
         run.profiles = json.loads((path/PROFILES).read_text(encoding='utf-8'))
 

@@ -611,8 +611,7 @@ def restore_trainer(
     trainer.load_weights(state | {'model': trainer.model.state_dict()})
     trainer.step, trainer.health = state['step'], Health(**state['health'])
     trainer.kl.load_state_dict(state['kl'])
-    if state.get('good'): trainer.good, trainer.proposed = state['good'], state['proposed']
-    else: trainer.remember()    # a checkpoint from before there was such a state in it
+    trainer.good, trainer.proposed = state['good'], state['proposed']
 
 # %% ../nbs/13_trainer.ipynb #c674ff7f
 class Trainer(Learner):

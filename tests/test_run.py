@@ -313,9 +313,9 @@ def test_a_run_from_before_there_was_a_setting_is_gone_on_with(tmp_path):
     folder = tmp_path/'run'
     list(Run(replace(TINY, steps=1, output_dir=str(folder))).steps())
     config = json.loads((folder/'config.json').read_text())
-    (folder/'config.json').write_text(json.dumps({name: value for name, value in config.items() if name not in ('drop_tied', 'eval_every', 'rare_env_ratio')}))
+    (folder/'config.json').write_text(json.dumps({name: value for name, value in config.items() if name not in ('drop_tied', 'eval_every')}))
     resumed = Run(resumed_config(output_dir=str(folder), steps=2)).config
-    assert not resumed.drop_tied and resumed.rare_env_ratio is None
+    assert not resumed.drop_tied and resumed.eval_every is None
     with pytest.raises(RunError, match='--drop-tied True: the run in .* has False'): resumed_config(output_dir=str(folder), drop_tied=True)
 
 
