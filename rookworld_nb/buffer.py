@@ -7,8 +7,8 @@ __all__ = ['PROMPT_FIELDS', 'CountingTask', 'counting_policy', 'RolloutPart', 'm
            'Experience', 'reward_metrics', 'component_metrics', 'completion_metrics', 'CollectorConfig', 'without_end',
            'ask_reference', 'advantages_of', 'assemble', 'priced', 'task_shares', 'check_price', 'stack_rows', 'of_all',
            'group_work', 'share_of', 'Collector', 'BufferConfig', 'StoredGroup', 'put_together', 'stored_groups',
-           'check_room', 'next_groups', 'GroupStore', 'RolloutBuffer', 'part_state', 'part_from', 'experience_state',
-           'collector_state', 'restore_collector', 'buffer_state', 'restore_buffer']
+           'check_room', 'next_groups', 'usable_groups', 'is_wanting', 'buffer_metrics', 'RolloutBuffer', 'part_state',
+           'part_from', 'experience_state', 'collector_state', 'restore_collector', 'buffer_state', 'restore_buffer']
 
 # %% ../nbs/12_buffer.ipynb #e1cdbd24
 import random
@@ -573,71 +573,73 @@ def next_groups(
     return sorted(ranked[:size], key=lambda group: (group.experience, group.part, group.prompt))
 
 # %% ../nbs/12_buffer.ipynb #7c03d4ca
-class GroupStore:
-    "The stored groups and the collections that they lie in; what may stay, and when more is wanted."
-    def __init__(
-        self,
-        config: BufferConfig, # the rules
-    ) -> None:
-        self.config, self.dealt = config, 0
-        self.experiences: dict[int, Experience] = {}
-        self.groups: list[StoredGroup] = []
-        self.newest: Experience | None = None  # the latest collection, whole
+def usable_groups(
+    groups: Sequence[StoredGroup], # stored
+    dealt: int,                    # minibatches dealt so far
+    config: BufferConfig,          # the rules
+) -> list[StoredGroup]:
+    "Without those that are used up or too old."
+    return [group for group in groups if group.uses < config.replays
+            and (config.max_age is None or dealt - group.born < config.max_age)]
 
-    def drop(self) -> None:
-        "Let go of groups that are used up or too old, and of collections without groups."
-        limit = self.config.max_age
-        self.groups = [group for group in self.groups if group.uses < self.config.replays
-                       and (limit is None or self.dealt - group.born < limit)]
-        kept = {group.experience for group in self.groups}
-        self.experiences = {number: e for number, e in self.experiences.items() if number in kept}
 
-    def is_wanting(self) -> bool:
-        "Whether something has to be collected before the next minibatch can be dealt."
-        if not self.groups:
-            return True
-        batch, stored = self.newest.num_groups, len(self.groups)
-        if stored + batch > self.config.capacity*batch:
-            return False
-        fresh = sum(group.uses == 0 for group in self.groups)
-        return fresh < self.config.fresh_share*stored or stored < (self.config.minibatch_positions or batch)
+def is_wanting(
+    groups: Sequence[StoredGroup], # stored
+    batch: int,                    # groups of a collection
+    config: BufferConfig,          # the rules
+) -> bool:
+    "Whether something has to be collected before the next minibatch can be dealt."
+    stored = len(groups)
+    if not stored or stored + batch > config.capacity*batch:
+        return not stored
+    fresh = sum(group.uses == 0 for group in groups)
+    return fresh < config.fresh_share*stored or stored < (config.minibatch_positions or batch)
 
-    def clear(self) -> None:
-        "Forget everything stored: it was made by a policy that is no more."
-        self.experiences, self.groups = {}, []
+
+def buffer_metrics(
+    groups: Sequence[StoredGroup], # stored
+    chosen: Sequence[StoredGroup], # about to be dealt
+    dealt: int,                    # minibatches before it
+) -> dict[str, float]:
+    "How full the buffer is, and how old what it deals."
+    return {'rollout_buffer_size': len(groups),
+            'rollout_fresh_share': sum(group.uses == 0 for group in groups)/len(groups),
+            'rollout_age': sum(dealt - group.born for group in chosen)/len(chosen)}
 
 # %% ../nbs/12_buffer.ipynb #8f8fa21a
-class RolloutBuffer(GroupStore):
+class RolloutBuffer:
     "An iterable of minibatches: keeps what a collector makes, deals each group `replays` times, asks for more in time."
     def __init__(
         self,
         collector: Iterable[Experience],       # asked for an experience only when one is needed
         config: BufferConfig = BufferConfig(), # the rules
     ) -> None:
-        super().__init__(config)
-        self.collector = iter(collector)
+        self.collector, self.config, self.dealt = iter(collector), config, 0
+        self.newest: Experience | None = None  # the latest collection, whole
+        self.clear()
 
-    def __iter__(self) -> Iterator[Experience]:
-        return self
+    def clear(self) -> None:
+        "Forget everything stored: it was made by a policy that is no more."
+        self.experiences: dict[int, Experience] = {}
+        self.groups: list[StoredGroup] = []
 
+    def __iter__(self) -> Iterator[Experience]: return self
     def __next__(self) -> Experience:
-        self.drop()
-        while self.is_wanting() and (experience := next(self.collector, None)) is not None:
-            check_room(self.config, experience.num_groups)
+        c, self.groups = self.config, usable_groups(self.groups, self.dealt, self.config)
+        kept = {group.experience for group in self.groups}
+        self.experiences = {number: e for number, e in self.experiences.items() if number in kept}
+        while is_wanting(self.groups, self.newest.num_groups if self.newest else 1, c) \
+                and (experience := next(self.collector, None)) is not None:
+            check_room(c, experience.num_groups)
             due = min((group.due for group in self.groups), default=0)    # new groups join the pass that is going on
             self.newest = self.experiences[experience.number] = experience
-            self.groups += stored_groups(experience, self.dealt, due, self.config.drop_tied)
-        if not self.groups:
-            raise StopIteration
-        size = self.config.minibatch_positions or self.newest.num_groups
-        chosen = next_groups(self.groups, size, f'{self.config.seed} {self.dealt}')
-        measured = self.newest.metrics() | {
-            'rollout_buffer_size': len(self.groups),
-            'rollout_fresh_share': sum(group.uses == 0 for group in self.groups)/len(self.groups),
-            'rollout_age': sum(self.dealt - group.born for group in chosen)/len(chosen)}
+            self.groups += stored_groups(experience, self.dealt, due, c.drop_tied)
+        if not self.groups: raise StopIteration
+        size = c.minibatch_positions or self.newest.num_groups
+        chosen = next_groups(self.groups, size, f'{c.seed} {self.dealt}')
+        measured = self.newest.metrics() | buffer_metrics(self.groups, chosen, self.dealt)
         fresh = any(group.born == self.dealt for group in chosen)
-        for group in chosen:
-            group.uses, group.due = group.uses + 1, group.due + 1
+        for group in chosen: group.uses, group.due = group.uses + 1, group.due + 1
         self.dealt += 1
         return put_together(self.experiences, chosen, measured, fresh)
 

@@ -12,7 +12,7 @@ __all__ = ['logger', 'Part', 'BY_SIZE', 'OPEN', 'SMALL', 'CREDITS', 'WHOLE_ANSWE
            'checkpoints_of', 'first_whole', 'newest_checkpoint', 'cut_logs', 'fingerprint', 'model_bytes',
            'resumed_config', 'asked_for', 'announced', 'Assembly', 'trial_run', 'memory_components', 'profile_batches',
            'Setup', 'Examined', 'run_state', 'put_back', 'restore_run', 'Saving', 'write_events', 'read_events',
-           'Steered', 'Listener', 'interrupted_afterwards', 'writer_of', 'Run', 'closing_table', 'first_update_line',
+           'Steered', 'NoWriter', 'interrupted_afterwards', 'writer_of', 'Run', 'closing_table', 'first_update_line',
            'train']
 
 # %% ../nbs/19_run.ipynb #b15f4c93
@@ -890,9 +890,9 @@ class Steered(Saving):
         return f'After step {step}: {wish}{change}'
 
 # %% ../nbs/19_run.ipynb #ab3e0bbf
-class Listener:
+class NoWriter:
     "A writer that writes nothing: of several processes only the first keeps the run folder."
-    def __enter__(self) -> 'Listener': return self
+    def __enter__(self) -> 'NoWriter': return self
     def __exit__(self, *error) -> None: pass
 
     def log(
@@ -931,10 +931,10 @@ def interrupted_afterwards() -> Iterator[None]:
 # %% ../nbs/19_run.ipynb #aa8949a2
 def writer_of(
     run: Steered,  # about to start
-) -> RunWriter | Listener:
+) -> RunWriter | NoWriter:
     "What keeps the run folder, on the process that writes."
     if not run.ranks.first:
-        return Listener()
+        return NoWriter()
     if not (run.config.resume or run.trainer.step) and (run.folder/'config.json').exists():
         raise RunError(f'--output-dir {run.folder}: another run has begun there in the meantime; give a new folder')
     return RunWriter(run.folder, asdict(run.config), run.prompts.batch_positions)

@@ -231,6 +231,8 @@ def test_durations_read_back(seconds):
 @given(st.lists(st.dictionaries(st.sampled_from(['reward', 'kl', 'eval/x']), st.floats(-1, 1)), max_size=8))
 def test_history_columns_are_the_rows(rows):
     history = History()
+    with pytest.raises((TypeError, ValueError)): history.append({'step': 1, 'reward': .5, 'kl': 'high'})
+    assert history.columns == {'step': []}    # a row that is refused leaves nothing
     for row in rows: history.append(row)
     assert {len(values) for values in history.columns.values()} == {len(rows)}
     for i, row in enumerate(rows):
@@ -256,7 +258,9 @@ def test_table_columns_are_ordered_and_gaps_stay_empty():
     first, second = re.findall('<tr>(<td.*?)</tr>', page)
     assert first.count('<td></td>') == 1 and '>P<' in first and '>0.50<' in first
     assert second.count('<td></td>') == 1 and '>-0.30<' in second
-    assert samples_html(ROWS) == page and samples_html([]) == ''
+    assert samples_html(ROWS) == page
+    assert '<td class="rw-engine">a &amp; b</td>' in samples_html([row | {'engine': 'a & b'} for row in ROWS])    # no number
+    assert samples_html([]) == boards_html([]) == histogram_svg([]) == ''
 
 
 @pytest.mark.parametrize('count, kept', [(1, [.9]), (2, [.9, .1]), (3, [.9, .5, .1]), (9, [.9, .7, .5, .3, .1])])

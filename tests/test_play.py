@@ -7,7 +7,7 @@ import chess
 import chess.engine
 import pytest
 
-from rookworld_nb.suites import model_player, model_simulator, model_world, uci_board, uci_session
+from rookworld_nb.suites import SuiteError, model_player, model_simulator, model_world, uci_board, uci_session
 from rookworld_nb.tasks import EnvAnswer, PolicyAnswer
 from rookworld_nb.weights import load_pretrained
 
@@ -68,6 +68,13 @@ def test_a_bad_position_is_named_and_no_move_made_for_another(position):
 def test_a_move_that_is_listed_twice_has_its_first_evaluation():
     answer = PolicyAnswer(moves=('e2e4', 'd2d4', 'e2e4'), evals=(.3, .2, -9.), best='e2e4')
     assert said(lambda fens: [answer], 'go') == ['info depth 1 score cp 30 pv e2e4', 'bestmove e2e4']
+
+
+@pytest.mark.parametrize('plies', [0, -1, 11])
+def test_a_prompt_shows_one_to_ten_plies(nano, plies):
+    pytest.importorskip('ipywidgets', reason='ipywidgets is not installed')
+    from rookworld_nb.play import Partner
+    with pytest.raises(SuiteError, match=f'history_plies is {plies}'): Partner(*nano, history_plies=plies)
 
 
 def test_an_answer_to_a_position_of_its_own_is_no_answer(nano, monkeypatch):
