@@ -585,8 +585,9 @@ def recover(
     trainer.proposed = False
     if health.recoveries >= most:
         tries = f' after {health.recoveries} recoveries' if health.recoveries else ''
-        trainer.stop_reason, trainer.diverged = (f'diverged at step {trainer.step}{tries}: {trainer.failure}; the '
-                                                 'weights are those of the last good state'), True
+        trainer.stop_reason = (f'diverged at step {trainer.step}{tries}: {trainer.failure}; the weights are those of '
+                               'the last good state')
+        trainer.diverged = True
         return False
     health.recovery(trainer.step)
     logger.warning('step %d: %s; recovery %d of %d: back to the last good state, learning rate x %g', trainer.step,
@@ -644,7 +645,8 @@ class Trainer(Learner):
                 row = update(self, experience)
                 if (self.failure or self.broken is not None) and isinstance(experiences, RolloutBuffer):
                     experiences.clear()
-                if not (self.failure and not recover(self)) and self.step >= self.config.steps:
+                goes_on = not self.failure or recover(self)
+                if goes_on and self.step >= self.config.steps:
                     self.stop_reason = f'all {self.config.steps} steps are done'
                 yield row | {'step_time': time.perf_counter() - start}
         finally:

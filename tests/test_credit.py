@@ -1,5 +1,4 @@
 """Credit by part: places, earnings, advantages, and a run that uses them."""
-import json
 import math
 import random
 import re
@@ -17,7 +16,7 @@ from rookworld_nb.credit import PART_NAMES, PartCredit, earnings_table, part_adv
 from rookworld_nb.grpo import EMATracker, compute_advantages
 from rookworld_nb.positions import shipped
 from rookworld_nb.rewards import RewardConfig, RewardScorer
-from rookworld_nb.run import Run, RunError, TrainConfig, resumed_config
+from rookworld_nb.run import Run, RunError, TrainConfig
 from rookworld_nb.sampling import Rollouts
 from rookworld_nb.tasks import MAX_MOVES, env_parts, parse_env, parse_policy, policy_parts
 from rookworld_nb.weights import load_pretrained
@@ -186,19 +185,6 @@ def test_settings_that_act_on_whole_answers(setting):
     assert asked.for_size(1).credit == 'answer' and TrainConfig(reward_shaping='linear').for_size(1).credit == 'part'
     with pytest.raises(RunError, match=f'--{flag}.*--credit answer'): replace(asked, credit='part')
     with pytest.raises(ValueError, match='--credit half.*part.*answer'): TrainConfig(credit='half')
-
-
-def test_a_run_from_before_goes_on_with_whole_answers_and_the_moves_as_they_come(tmp_path):
-    config = TrainConfig(steps=1, batch_positions=2, group_size=2, eval_policy=0, eval_env=0, max_new_tokens=30, credit='answer', save_every=1,
-                         output_dir=str(tmp_path/'run'))
-    for _ in Run(config).steps(): pass
-    path = tmp_path/'run'/'config.json'
-    stored = json.loads(path.read_text())
-    assert stored.pop('credit') == 'answer' and stored.pop('rare_env_ratio') == TrainConfig.rare_env_ratio
-    path.write_text(json.dumps(stored))
-    resumed = resumed_config(output_dir=str(tmp_path/'run'), steps=2)
-    assert resumed.credit == 'answer' and resumed.rare_env_ratio is None and len(list(Run(resumed).steps())) == 1
-    with pytest.raises(RunError, match='--credit part'): resumed_config(output_dir=str(tmp_path/'run'), credit='part')
 
 
 def test_groups_are_dropped_where_nothing_can_be_learned(tmp_path):

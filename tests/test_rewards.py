@@ -536,7 +536,7 @@ def test_the_rules_judge_env_answers_whatever_is_stored():
 
 @pytest.mark.parametrize('setting', [{'normalize': .5}, {'normalize': 1}, {'reward_warmup_steps': 2.5}, {'penalty': False}, {'best_weight': '4'}])
 def test_a_setting_of_another_kind_is_refused(setting):
-    with pytest.raises(RewardConfigError, match=f'{next(iter(setting))} is {next(iter(setting.values()))!r}'): RewardConfig(**setting)
+    with pytest.raises(RewardConfigError, match=f'{next(iter(setting))}={next(iter(setting.values()))!r}'): RewardConfig(**setting)
 
 
 def test_an_env_answer_that_restates_a_move_is_unreadable():
