@@ -158,14 +158,16 @@ def _same_settings(folder: Path, kind: str, **settings: float | str) -> None:
     "Refuse a folder whose shards other settings made; where it has none yet, write the settings down."
     path = folder/f'{kind}.json'
     made = json.loads(path.read_text(encoding='utf-8')) if path.exists() else {}
-    if wrong := [f'{name if name == "engine" else "--" + name.replace("_", "-")} {made[name]}, not {value}'
-                 for name, value in settings.items() if made.get(name, value) != value]:
+    known = {'engine': settings.get('engine')} | (made or settings)    # nobody was asked where no shard was missing
+    if wrong := [f'{name if name == "engine" else "--" + name.replace("_", "-")} {known.get(name)}, not {value}'
+                 for name, value in settings.items() if known.get(name) != value]:
         raise PretrainError(f'{folder}: its {kind} shards were made with {", ".join(wrong)}; give the same, '
                             'or another --output-dir')
     if not made and any(folder.glob(f'{kind}-*.txt')):
         logger.warning('%s: nobody wrote down what made its %s shards; taken for %s', folder, kind, settings)
-    path.with_suffix('.partial').write_text(json.dumps(made | settings) + '\n', encoding='utf-8')
-    os.replace(path.with_suffix('.partial'), path)
+    if settings.keys() - made:
+        path.with_suffix('.partial').write_text(json.dumps(made | settings) + '\n', encoding='utf-8')
+        os.replace(path.with_suffix('.partial'), path)
 
 
 def whole_shard(

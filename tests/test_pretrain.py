@@ -305,6 +305,8 @@ def test_shards_of_other_settings_are_refused(tmp_path, monkeypatch, caplog):
     (tmp_path/'policy.json').write_text(json.dumps(notes | {'engine': 'Stockfish 1'}))
     assert make() == [tmp_path/'policy-0000.txt']    # nothing is left to ask an engine
     with pytest.raises(PretrainError, match='engine Stockfish 1, not Stockfish 2'): make(n_shards=2)
+    (tmp_path/'policy.json').write_text(json.dumps({name: value for name, value in notes.items() if name != 'mate_share'}))
+    with pytest.raises(PretrainError, match='--mate-share None, not 0.0'): make()    # who wrote it did not know of it
     make_env_data(tmp_path, 1, size=5, seed=3, processes=1)
     with pytest.raises(PretrainError, match='--env-shard 5, not 6'):
         make_env_data(tmp_path, 2, size=6, seed=3, processes=1)
