@@ -15,8 +15,9 @@ import time
 from statistics import median
 
 import torch
+from rookworld_nb.config import TrainConfig
 from rookworld_nb.hardware import peak_memory, reset_peak
-from rookworld_nb.run import Setup, TrainConfig
+from rookworld_nb.run import Setup
 
 GROUP, PIECE = 8, 64
 

@@ -15,12 +15,12 @@ from pathlib import Path
 
 import pandas as pd
 
+from rookworld_nb.config import TrainConfig
 from rookworld_nb.evaluate import OUTCOMES, compare, evaluate, select_rows
 from rookworld_nb.positions import by_task, read_lines, shipped, shipped_positions
 from rookworld_nb.pretrain import make_policy_data, read_excluded
 from rookworld_nb.rewards import RewardScorer
 from rookworld_nb.rules import fen_key
-from rookworld_nb.run import TrainConfig
 from rookworld_nb.weights import load_pretrained
 
 SHARD, NODES, SEED = 2000, 1000, 99

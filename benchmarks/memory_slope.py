@@ -12,7 +12,8 @@ import os
 import tempfile
 
 import numpy as np
-from rookworld_nb.run import Run, TrainConfig
+from rookworld_nb.config import TrainConfig
+from rookworld_nb.run import Run
 
 PAGE = os.sysconf('SC_PAGESIZE')
 LIBC = ctypes.CDLL(None)

@@ -20,6 +20,7 @@ import torch
 
 from rookworld_nb import cli
 from rookworld_nb.cli import COMMANDS, REQUIRED, UsageError, as_text, evaluation_samples, flags_of, main, parse_value
+from rookworld_nb.config import TrainConfig
 from rookworld_nb.evaluate import compare, evaluate
 from rookworld_nb.grpo import BatchShapeError, MissingInputError
 from rookworld_nb.model import GPT, GPTConfig
@@ -27,7 +28,6 @@ from rookworld_nb.positions import read_lines, shipped
 from rookworld_nb.pretrain import board_tokenizer
 from rookworld_nb.rewards import RewardScorer
 from rookworld_nb.rules import Candidate, EngineNotFound, env_step, find_stockfish, legal_moves
-from rookworld_nb.run import TrainConfig
 from rookworld_nb.scale import WorkersLost
 from rookworld_nb.tasks import env_prompt, format_env
 from rookworld_nb.trainer import FirstUpdateError

@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from rookworld_nb.buffer import Collector, idle_groups, stored_groups, tied_groups
+from rookworld_nb.config import RunError, TrainConfig
 from rookworld_nb.credit import PART_NAMES, PartCredit, earnings_table, part_advantages, token_parts
 from rookworld_nb.grpo import EMATracker, compute_advantages
 from rookworld_nb.positions import shipped
 from rookworld_nb.rewards import RewardConfig, RewardScorer
-from rookworld_nb.run import Run, RunError, TrainConfig
+from rookworld_nb.run import Run
 from rookworld_nb.sampling import Rollouts
 from rookworld_nb.tasks import MAX_MOVES, env_parts, parse_env, parse_policy, policy_parts
 from rookworld_nb.weights import load_pretrained

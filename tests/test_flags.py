@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load_file
 
 from rookworld_nb import cli, model
+from rookworld_nb.config import TrainConfig
 from rookworld_nb.monitor import metric_rows, read_completions
 from rookworld_nb.positions import by_task, is_rare, shipped, write_lines
-from rookworld_nb.run import TrainConfig
 
 SHORT = {'--steps': 3, '--batch-positions': 2, '--group-size': 4, '--max-new-tokens': 32, '--eval-policy': 0, '--eval-env': 0, '--seed': 3,
          '--mix-env-ratio': .5, '--warmup-steps': 0, '--device': 'cpu', '--lr': 1e-3, '--replays': 2,

@@ -16,9 +16,10 @@ from rookworld_nb.hardware import (
     BatchSearch, HardwareConfig, HardwareError, KeptForBackward, MemoryProfile, adam_bytes, container_room, exact_precision, is_out_of_memory,
     kv_cache_bytes, matmul_error, memory_limit, peak_memory, prepare_model, proc_bytes, reset_peak, search_batch, set_allocator, tensor_bytes,
     total_memory, unchanged, use_hardware)
+from rookworld_nb.config import TrainConfig
 from rookworld_nb.kl import UnknownOptionError
 from rookworld_nb.model import GPT, GPTConfig, KVCache
-from rookworld_nb.run import Setup, TrainConfig, memory_components, profile_batches, run_state, trial_run
+from rookworld_nb.run import Run, Setup, memory_components, profile_batches, run_state, trial_run
 from rookworld_nb.trainer import TrainerConfig, build_optimizer
 from rookworld_nb.weights import load_pretrained
 
@@ -288,8 +289,8 @@ def plain(value):
 
 @pytest.fixture
 def setup(tmp_path):
-    return Setup(TrainConfig(output_dir=str(tmp_path/'run'), batch_positions=2, group_size=4, max_new_tokens=16, eval_policy=0, eval_env=0,
-                             mix_env_ratio=.5, lr=1e-2, steps=9, baseline_type='ema', normalize_rewards=True))
+    return Run(TrainConfig(output_dir=str(tmp_path/'run'), batch_positions=2, group_size=4, max_new_tokens=16, eval_policy=0, eval_env=0,
+                           mix_env_ratio=.5, lr=1e-2, steps=9, baseline_type='ema', normalize_rewards=True))
 
 
 @linux

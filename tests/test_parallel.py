@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pandas as pd
@@ -19,13 +19,15 @@ from torch.testing import assert_close
 
 from rookworld_nb import cli
 from rookworld_nb.buffer import Experience, RolloutPart, share_of
+from rookworld_nb.checkpoint import read_checkpoint
+from rookworld_nb.config import RunError, TrainConfig
 from rookworld_nb.evaluate import evaluate
 from rookworld_nb.hardware import ALONE, RankError, Ranks, agree, torchrun
 from rookworld_nb.model import GPT, GPTConfig
 from rookworld_nb.monitor import metric_rows
 from rookworld_nb.positions import Sample, shipped, write_lines
 from rookworld_nb.rewards import RewardConfig, RewardScorer
-from rookworld_nb.run import RunError, Setup, TrainConfig, read_checkpoint, torch_device
+from rookworld_nb.run import Run, startable, torch_device
 from rookworld_nb.sampling import Rollouts
 from rookworld_nb.weights import load_pretrained, save_pretrained
 
@@ -188,9 +190,14 @@ def test_one_process_speaks_for_all(mode, timeout, words, tmp_path):
     assert code != 0 and len(spoken) == 1 and all(word in spoken[0] for word in words) and time.monotonic() - start < 100
 
 
+def test_a_run_whose_batch_was_searched_for_goes_on_in_several_processes(tmp_path):
+    (tmp_path/'config.json').write_text(json.dumps(asdict(TrainConfig(auto_batch_size=True, batch_positions=6).for_size(1))))
+    assert startable(TrainConfig(output_dir=str(tmp_path), resume=True), Ranks(0, 2)).batch_positions == 6
+
+
 def test_what_several_processes_cannot_do():
     with pytest.raises(RunError, match='--auto-batch-size: not with torchrun'):
-        Setup(TrainConfig(auto_batch_size=True), Ranks(0, 2))
+        Run(TrainConfig(auto_batch_size=True), Ranks(0, 2))
     with pytest.raises(RunError, match='--device cuda: a GPU for each process, and this machine has'):
         torch_device('cuda', Ranks(99, 100, 99))
     with pytest.raises(ValueError, match='--rank-timeout 0: must be finite and above 0'), torchrun(0): pass

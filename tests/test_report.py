@@ -23,7 +23,8 @@ from rookworld_nb.monitor import MetricError, RunWriter, metric_rows, overall, p
 from rookworld_nb.report import (MetricWriter, MissingExtraError, ReportError, TensorBoardWriter, WandbWriter, bin_edges,
                                  changed_settings, command_line, comparison, ending, findings, first_update, number,
                                  pick_samples, plot_distributions, plot_lights, plot_looks, ranges, read_run, report, spread)
-from rookworld_nb.run import SMALL, TrainConfig, write_events
+from rookworld_nb.config import SMALL, TrainConfig
+from rookworld_nb.run import write_events
 
 STEPS, START = 12, 1.75e9
 CONFIG = TrainConfig(steps=STEPS, lr=2e-3, data='my lines.txt', kl_unbiased=False)

@@ -16,11 +16,11 @@ import pandas as pd
 import pytest
 
 from rookworld_nb import cli, report, scale
+from rookworld_nb.config import TrainConfig
 from rookworld_nb.evaluate import evaluate, wilson_interval
 from rookworld_nb.monitor import metric_rows
 from rookworld_nb.positions import shipped
 from rookworld_nb.rewards import RewardScorer
-from rookworld_nb.run import TrainConfig
 from rookworld_nb.scale import (Choices, Search, SearchError, Span, TakenTwice, Verdict, best_of, by_ticket, claim, deal, hopeless,
                                 importance, open_study, read_space, reissue, run_search, search_report, settings_at, study_facts, success_rates,
                                 trial_config, trial_table, trials_of, verdict_of, why_failed, work)
@@ -182,7 +182,7 @@ def stub(trial, search, place):
     %s
     time.sleep(random.random()/20)
     return scale.verdict_of(.1, .01)
-scale.run_trial, scale.Setup, scale.BEAT, scale.POLL = stub, lambda config: None, 1, .1
+scale.run_trial, scale.BEAT, scale.POLL = stub, 1, .1
 if __name__ == '__main__':
     for table in scale.run_search(scale.Search({'output_dir': sys.argv[1]}, (%r,), %s), %d): pass
     print(len(table), table['outcome'].value_counts().to_dict())

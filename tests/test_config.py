@@ -1,0 +1,41 @@
+"Beside 19_config: what is refused when a configuration is made, and presets."
+import math
+import re
+
+import pytest
+
+from rookworld_nb.config import PRESETS, RunError, TrainConfig
+
+
+@pytest.mark.parametrize('changes, message', [
+    (dict(steps=0), '--steps 0'), (dict(replays=0), '--replays 0'), (dict(clip_range_high=-1.), '--clip-range-high -1.0'),
+    (dict(kl_control='adaptive', kl_coef=0.), '--kl-coef 0.0'), (dict(use_gae=True, drop_tied=True), '--drop-tied True: not with --use-gae'),
+    (dict(use_gae=True, baseline_type='ema'), '--baseline-type ema: not with --use-gae'), (dict(temperature=0.), 'temperature'),
+    (dict(group_size=1), 'group_size'), (dict(group_size=0, micro_batch_size=8), 'group_size'), (dict(lr_schedule='cosin'), 'cosin'), (dict(reward_shaping='nice'), 'nice'),
+    (dict(kl_estimator='k3'), 'k3'), (dict(lr=-1.), 'lr'), (dict(max_positions=0), '--max-positions 0'),
+    (dict(mix_env_ratio=1.5), '--mix-env-ratio 1.5'), (dict(mix_env_ratio=math.nan), '--mix-env-ratio nan'), (dict(rare_env_ratio=-.1), '--rare-env-ratio -0.1'),
+    (dict(rare_env_ratio=math.nan), '--rare-env-ratio nan'), (dict(eval_every=0), '--eval-every 0'),
+    (dict(eval_every=2, eval_policy=0, eval_env=0), '--eval-every 2: .*--eval-policy'), (dict(clip_range=2.), '--clip-range 2.0'),
+    (dict(buffer_capacity=0), '--buffer-capacity 0'), (dict(max_new_tokens=0), '--max-new-tokens 0'), (dict(baseline_type='mean'), '--baseline-type mean.*group_mean'),
+    (dict(reward_shaping='nice'), '--reward-shaping nice.*ladder'), (dict(micro_batch_size=3), '--micro-batch-size 3'),
+    (dict(minibatch_positions=6), 'minibatch_positions=6')])
+def test_bad_settings_are_refused_at_once(changes, message):
+    with pytest.raises(ValueError, match=message):
+        TrainConfig(**{'batch_positions': 5, 'group_size': 4, 'replays': 2} | changes)
+
+
+@pytest.mark.parametrize(('changes', 'said'), [
+    ({'batch_positions': 0}, '--batch-positions 0: must be at least 1'), ({'steps': 2.5}, '--steps 2.5: must be int'), ({'seed': 1.5}, '--seed 1.5: must be int'),
+    ({'mix_env_ratio': None}, '--mix-env-ratio None: must be float'), ({'lr': '1e-4'}, "--lr '1e-4': must be float | None"), ({'bf16': 'no'}, "--bf16 'no': must be bool")])
+def test_values_of_another_kind_are_refused_when_the_configuration_is_made(changes, said):
+    with pytest.raises(RunError, match=re.escape(said)): TrainConfig(**changes)
+    assert TrainConfig(lr=1, kl_coef=0).lr == 1    # a whole number is a number
+
+
+def test_presets_are_functions_that_can_be_changed():
+    assert PRESETS['nano'](steps=3) == TrainConfig(steps=3)
+    assert all(preset(steps=3, seed=1).steps == 3 for preset in PRESETS.values())
+    calm, usual = PRESETS['emergency'](), TrainConfig().for_size(1)
+    assert calm.lr == usual.lr/10 and calm.clip_range < usual.clip_range and calm.kl_coef > usual.kl_coef
+    assert PRESETS['emergency'](model='jrahn/RookWorld-LM-124M').lr == TrainConfig().for_size(10**9).lr/10
+    assert PRESETS['rtx4090']().batch_positions*PRESETS['rtx4090']().group_size == 256
