@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['logger', 'SUMS', 'PROFILES', 'file_sum', 'force_to_disk', 'write_checkpoint', 'CheckpointError', 'read_checkpoint',
-           'put_back', 'checkpoint_step', 'checkpoints_of', 'first_whole', 'newest_checkpoint', 'cut_logs',
+           'put_back', 'sweep', 'checkpoint_step', 'checkpoints_of', 'first_whole', 'newest_checkpoint', 'cut_logs',
            'fingerprint', 'model_bytes']
 
 # %% ../nbs/20_checkpoint.ipynb #596237e1
@@ -12,6 +12,7 @@ import hashlib
 import json
 import logging
 import os
+import pickle
 import re
 import shutil
 from collections.abc import Iterable, Iterator
@@ -89,7 +90,10 @@ def read_checkpoint(
         path = folder/name
         if not path.exists() or file_sum(path) != sums.get(name):
             raise CheckpointError(f'{path}: ' + ('not what was written' if path.exists() else 'missing'))
-    return torch.load(folder/'trainer.pt', weights_only=True, map_location='cpu')
+    try:
+        return torch.load(folder/'trainer.pt', weights_only=True, map_location='cpu')
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(f'{folder/"trainer.pt"}: holds more than tensors and plain values') from error
 
 # %% ../nbs/20_checkpoint.ipynb #7dd348e1
 def put_back(
@@ -99,11 +103,18 @@ def put_back(
     for old in folder.glob('.*.old'):
         if not (place := folder/old.name[1:-len('.old')]).exists(): os.replace(old, place)
 
+
+def sweep(
+    folder: Path,  # that holds checkpoints, while nobody writes one
+) -> None:
+    "Take away what kills left half-written."
+    for half in folder.glob('.*.part*'): shutil.rmtree(half)
+
 # %% ../nbs/20_checkpoint.ipynb #90ad2a2b
 def checkpoint_step(
     folder: Path,  # checkpoint-N
 ) -> int:          # N
-    "The optimiser steps that a checkpoint has behind it, by its name."
+    "The optimiser steps that were made when a checkpoint was written, by its name."
     return int(folder.name.rpartition('-')[2])
 
 
@@ -143,7 +154,7 @@ def cut_logs(
     folder: Path,  # a run folder
     step: int,     # the step that the run goes on from
 ) -> None:
-    "Take out of the logs what lies behind a step."
+    "Take out of the logs what comes after a step."
     path = folder/'metrics.jsonl'
     rows = [row for row in metric_rows(path) if row['step'] <= step]
     if path.exists():

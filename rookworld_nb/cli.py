@@ -229,8 +229,10 @@ def settings_in(
     for name, value in texts.items():
         if name not in known:
             raise UsageError(f'--config {path}: ' + no_such('setting', name, known))
-        if isinstance(value, dict):
-            raise UsageError(f'--config {path}: {name} is a table; a setting is one value')
+        many = typing.get_origin(flags[name].kind) is tuple
+        if isinstance(value, dict) or isinstance(value, list) and not many:
+            kind = 'table' if isinstance(value, dict) else 'list'
+            raise UsageError(f'--config {path}: {name} is a {kind}; a setting is one value')
     return {name: as_text(value) for name, value in texts.items()}
 
 # %% ../nbs/25_cli.ipynb #abe8c3a4
@@ -458,6 +460,7 @@ def label(
     "Write a P: line with Stockfish's five best moves for every position; killed, the same command goes on."
     from rookworld_nb.positions import Labelling, count_moves, fen_in, label_files, policy_line
     from rookworld_nb.rules import StockfishPool
+    at_least_one(processes=processes)
     if input:
         if fens or output is None:
             raise UsageError('--input: needs --output, a new file, and no positions beside it')
@@ -498,8 +501,9 @@ def evaluation_samples(
     if not any(sample.task in tasks for sample in samples):
         raise UsageError(f'--data: {data} holds no line for --suite; {len(samples)} good, {len(malformed)} malformed')
     warn_malformed(data, malformed)
-    stride = math.ceil(len(samples)/limit) if limit and own == 'stress' else 1    # stress is sorted by kind
-    return [sample for task, some in by_task(samples).items() if task in tasks for sample in some[::stride][:limit]]
+    if limit and own == 'stress' and limit < len(samples):    # sorted by kind: some of each
+        samples = [samples[at*len(samples)//limit] for at in range(limit)]
+    return [sample for task, some in by_task(samples).items() if task in tasks for sample in some[:limit]]
 
 
 SUITES = {'policy': 'P', 'env': 'A', 'stress': 'A'}  # suites of prompts with targets

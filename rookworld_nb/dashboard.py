@@ -549,7 +549,7 @@ class Dashboard(Showing):
 
     async def listen(
         self,
-        fulfil:Callable[[str, float|None], str], # (name, value) -> what was done, in words; such as `run.steer`
+        fulfil:Callable[[str, float|None], str], # (name, value) -> what was done, in words; such as `steer` of a run
     ) -> bool:                                   # False once Stop was clicked
         """Breathe between two steps: hear clicks, hand the wishes on, hold while paused."""
         while True:

@@ -6,9 +6,10 @@
 __all__ = ['PRECISIONS', 'COMPILE_MODES', 'logger', 'SIZES', 'OUT_OF_MEMORY', 'ALONE', 'HardwareError', 'HardwareConfig',
            'matmul_error', 'exact_precision', 'forward_operations', 'group_operations', 'product_rate', 'set_allocator',
            'prepare_model', 'machine_name', 'use_hardware', 'KeptForBackward', 'Kept', 'tensor_bytes', 'kv_cache_bytes',
-           'adam_bytes', 'proc_bytes', 'container_room', 'reset_peak', 'peak_memory', 'total_memory', 'MemoryProfile',
-           'is_out_of_memory', 'completes', 'memory_limit', 'unchanged', 'BatchSearch', 'search_batch', 'profile_lines',
-           'RankError', 'in_company', 'Ranks', 'add_up', 'agree', 'told_to_end', 'has_own_gpu', 'torchrun']
+           'adam_bytes', 'proc_bytes', 'container_room', 'trim_memory', 'reset_peak', 'peak_memory', 'total_memory',
+           'MemoryProfile', 'is_out_of_memory', 'completes', 'memory_limit', 'unchanged', 'BatchSearch', 'search_batch',
+           'profile_lines', 'RankError', 'in_company', 'Ranks', 'add_up', 'agree', 'told_to_end', 'has_own_gpu',
+           'torchrun']
 
 # %% ../nbs/10_hardware.ipynb #93a7b872
 import ctypes
@@ -280,6 +281,11 @@ def container_room() -> float: # bytes; infinite without a limit
     return max(0, min(rooms, default=float('inf')))
 
 # %% ../nbs/10_hardware.ipynb #6f15951c
+def trim_memory() -> None:
+    "Give freed memory back to the system; glibc keeps it, and after hundreds of unlike steps that is several GB."
+    getattr(ctypes.CDLL(None), 'malloc_trim', lambda pad: None)(0)    # other C libraries do without
+
+
 def reset_peak(
     device: torch.device | str,  # cpu or cuda
 ) -> None:
@@ -289,7 +295,7 @@ def reset_peak(
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
     else:
-        getattr(ctypes.CDLL(None), 'malloc_trim', lambda pad: None)(0)    # glibc keeps what is freed
+        trim_memory()
         try:
             Path('/proc/self/clear_refs').write_text('5', encoding='ascii')
         except OSError as error:    # no Linux, or a container that forbids it
@@ -461,7 +467,7 @@ def in_company() -> Iterator[None]:
         if is_out_of_memory(error):
             raise
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        why = re.sub(r'^\[[^]]*\] *', '', str(error).strip().splitlines()[0])
+        why = re.sub(r'^\[[^]]*\] *', '', (str(error).strip() or type(error).__name__).splitlines()[0])
         raise RankError(f'another process is gone or late ({why[:160]}); with --resume the run goes on from its newest '
                         'checkpoint, on any number of processes') from error
 

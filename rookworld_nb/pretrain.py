@@ -594,6 +594,7 @@ def check_pretrain(
     wrong = {name: 'a whole number, at least 1' for name, n in counts.items() if not isinstance(n, int) or n < 1}
     if not wrong and config.n_embd % config.n_head: wrong['n_head'] = f'a divisor of --n-embd {config.n_embd}'
     if not 0 < config.lr < math.inf: wrong['lr'] = 'above 0'
+    if not 0 <= config.seed < 2**32: wrong['seed'] = 'at least 0 and below 2^32'
     if not 0 <= config.mate_share < 1: wrong['mate_share'] = 'at least 0 and below 1'
     if not 0 < config.decay_share <= 1: wrong['decay_share'] = 'above 0 and at most 1'
     for name, words in wrong.items():
@@ -779,7 +780,17 @@ def _load_checkpoint(path: Path, config: PretrainConfig) -> dict:
     if differing:
         raise PretrainError(f'{path.parent} holds a run with another {", ".join(differing)}: '
                             'give the same, or another --output-dir')
+    if config.steps < state['step']:
+        raise PretrainError(f'--steps {config.steps}: the run in {path.parent} has done {state["step"]} already')
     return state
+
+
+def _cut_log(path: Path, step: int) -> None:
+    "Take out what comes after the step that is gone on from, and a last line that was cut off."
+    lines = path.read_bytes().split(b'\n')[:-1] if path.exists() else []
+    aside = path.with_suffix('.partial')
+    aside.write_bytes(b''.join(line + b'\n' for line in lines if json.loads(line)['step'] <= step))
+    os.replace(aside, path)
 
 # %% ../nbs/11_pretrain.ipynb #4d7c0a38
 @torch.no_grad()
@@ -938,11 +949,11 @@ def pretrain(
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = board_tokenizer()
     first_model(config, tokenizer)    # what is wrong with it, or with going on, is said before any data is made
-    if (checkpoint := folder/'checkpoint.pt').exists(): _load_checkpoint(checkpoint, config)
+    checkpoint = folder/'checkpoint.pt'
+    done = _load_checkpoint(checkpoint, config)['step'] if checkpoint.exists() else 0
     rows, validation = prepare(config, tokenizer)
-    with open(folder/'metrics.jsonl', 'a+b') as log:
-        log.seek(0)
-        log.truncate(log.read().rfind(b'\n') + 1)    # a torn last line goes
+    _cut_log(folder/'metrics.jsonl', done)
+    with open(folder/'metrics.jsonl', 'ab') as log:
         for row in train(config, rows, tokenizer, validation):
             log.write(json.dumps(row).encode() + b'\n')
             log.flush()

@@ -4,12 +4,13 @@
 
 # %% auto #0
 __all__ = ['Shaping', 'ADDITIVE', 'Scaling', 'RANGES', 'POSITIVE', 'PARTS', 'SETTINGS', 'COLUMNS', 'GRADES', 'ALL_RIGHT',
-           'logger', 'RewardConfigError', 'RewardConfig', 'check_config', 'scale_score', 'PolicyTruth', 'policy_format',
-           'candidate_gains', 'candidates_score', 'eval_gains', 'evals_score', 'best_score', 'env_scores', 'Judged',
-           'read_policy', 'read_env', 'judge_policy', 'judge_env', 'judge', 'ladder_rung', 'shape_reward',
-           'MissingTarget', 'BadTarget', 'Analyser', 'prompt_position', 'stored_truth', 'rules_truth', 'engine_truth',
-           'find_truth', 'RunningNorm', 'final_rewards', 'blend_shares', 'component_row', 'component_table',
-           'EngineSilent', 'engine_questions', 'Scores', 'PatientEngine', 'find_truths', 'judge_rows', 'RewardScorer']
+           'logger', 'RewardConfigError', 'RewardTerms', 'RewardConfig', 'check_config', 'scale_score', 'PolicyTruth',
+           'policy_format', 'candidate_gains', 'candidates_score', 'eval_gains', 'evals_score', 'best_score',
+           'env_scores', 'Judged', 'read_policy', 'read_env', 'judge_policy', 'judge_env', 'judge', 'ladder_rung',
+           'shape_reward', 'MissingTarget', 'BadTarget', 'Analyser', 'prompt_position', 'stored_truth', 'rules_truth',
+           'engine_truth', 'find_truth', 'RunningNorm', 'final_rewards', 'blend_shares', 'component_row',
+           'component_table', 'EngineSilent', 'engine_questions', 'Scores', 'PatientEngine', 'find_truths',
+           'judge_rows', 'RewardScorer']
 
 # %% ../nbs/05_rewards.ipynb #b4f48dd3
 import logging
@@ -39,9 +40,8 @@ class RewardConfigError(ValueError):
 
 # %% ../nbs/05_rewards.ipynb #e54ade06
 @dataclass(frozen=True)
-class RewardConfig:
-    """What a completion is paid for; weights are relative, scores lie in [0, 1], rewards in [penalty, 1]."""
-    shaping: Shaping = 'graduated'            # how the weighted mean of the scores becomes the reward
+class RewardTerms:
+    """What each part of an answer counts, and how it is measured; a training run has these settings too."""
     penalty: float = -0.3                     # reward of a blend of 0; graduated, ladder: of an unreadable answer
     policy_format_weight: float = 2.0         # P: weight of the format
     candidates_weight: float = 1.5            # P: weight of the overlap with the engine's moves
@@ -66,9 +66,15 @@ class RewardConfig:
     unlisted_share: float = 0.5               # P: credit of another legal best move, share of the engine's worst move's
     reward_tolerance: float = 0.01            # A: largest accepted error of the environment's reward, exclusive
     reward_warmup_steps: int = 0              # scorer calls over which content is blended in after structure; 0 is off
-    normalize: bool = False                   # divide rewards by a running standard deviation, per task
     normalize_momentum: float = 0.99          # memory of the running mean and standard deviation, per batch
     normalize_floor: float = 0.05             # the running standard deviation counts as at least this
+
+
+@dataclass(frozen=True)
+class RewardConfig(RewardTerms):
+    """What a completion is paid for; weights are relative, scores lie in [0, 1], rewards in [penalty, 1]."""
+    shaping: Shaping = 'graduated'            # how the weighted mean of the scores becomes the reward
+    normalize: bool = False                   # rewards less their running mean, over their running deviation, per task
 
     def __post_init__(self) -> None:
         check_config(self)
@@ -543,6 +549,7 @@ class PatientEngine:
     def close(self) -> None:
         """Forget the questions that wait; the engine itself stays with whoever started it."""
         self.thread.shutdown(wait=False, cancel_futures=True)
+        self.asked, self.thread = {}, ThreadPoolExecutor(1, 'engine')    # without a thread until it is asked again
 
 # %% ../nbs/05_rewards.ipynb #74e23d07
 def find_truths(

@@ -7,7 +7,7 @@ __all__ = ['logger', 'SIGHT', 'SHOWN', 'training_samples', 'heldout_samples', 'r
            'announced', 'collector_of', 'Setup', 'updates_per_batch', 'planned_work', 'trial_run', 'memory_components',
            'profile_batches', 'choose_batch', 'examine', 'glance', 'run_summary', 'finish', 'origin_of', 'run_state',
            'save_run', 'restore_run', 'resumed_config', 'asked_for', 'NoWriter', 'interrupted_afterwards', 'writer_of',
-           'startable', 'Run', 'next_row', 'write_events', 'read_events', 'levers', 'steer', 'closing_table',
+           'starting_config', 'Run', 'next_row', 'write_events', 'read_events', 'levers', 'steer', 'closing_table',
            'first_update_line', 'train']
 
 # %% ../nbs/21_run.ipynb #b15f4c93
@@ -31,21 +31,22 @@ import torch
 from tqdm import tqdm
 
 from .buffer import (
-    Collector, RolloutBuffer, buffer_state, collector_state, restore_buffer, restore_collector)
+    Collector, RolloutBuffer, buffer_state, check_room, collector_state, restore_buffer, restore_collector)
 from rookworld_nb.checkpoint import (
-    PROFILES, checkpoint_step, checkpoints_of, cut_logs, fingerprint, model_bytes, newest_checkpoint, put_back,
+    PROFILES, checkpoint_step, checkpoints_of, cut_logs, fingerprint, model_bytes, newest_checkpoint, put_back, sweep,
     write_checkpoint)
 from .config import FREE, OPEN, RunError, TrainConfig
 from .credit import PartCredit
 from .evaluate import chance_line, compare, evaluate, recall_table, select_rows
 from .hardware import (
     ALONE, SIZES, KeptForBackward, Ranks, adam_bytes, agree, has_own_gpu, kv_cache_bytes, prepare_model, search_batch,
-    set_allocator, tensor_bytes, unchanged, use_hardware)
+    set_allocator, tensor_bytes, trim_memory, unchanged, use_hardware)
 from .model import GPT
 from .monitor import RunWriter, read_metrics, save_reward_curve, write_atomic
-from .positions import DataError, PromptMix, Sample, by_task, read_lines, shipped, warn_malformed
+from .positions import (
+    DataError, PromptMix, Sample, by_task, read_lines, seen_positions, shipped, warn_malformed)
 from .rewards import PatientEngine, RewardScorer, engine_questions
-from .rules import Stockfish, fen_key
+from .rules import Stockfish
 from .trainer import Trainer, restore_trainer, trainer_state
 from .weights import load_pretrained
 
@@ -56,7 +57,7 @@ logger = logging.getLogger(__name__)
 def training_samples(
     config: TrainConfig,       # data, max_positions, stockfish_path
     heldout: Sequence[Sample],  # samples of the evaluation
-) -> list[Sample]:  # P: and A: samples none of whose positions is among the held-out ones
+) -> list[Sample]:  # P: and A: samples that show no held-out position, neither in prompt nor answer
     "The prompts to train on; positions of the evaluation are taken out, whatever file they come from."
     if config.data is None:
         samples = shipped('train')
@@ -65,8 +66,8 @@ def training_samples(
         warn_malformed(config.data, malformed)
     if not samples:
         raise DataError(f'--data {config.data}: no usable P: or A: line')
-    taken = {fen_key(sample.fen) for sample in heldout}
-    samples = [sample for sample in samples if fen_key(sample.fen) not in taken]
+    taken = seen_positions(heldout)    # an answer, too, may show what another prompt asks
+    samples = [sample for sample in samples if not seen_positions([sample]) & taken]
     if not samples:
         raise DataError(f'--data {config.data}: all its positions are those of the evaluation')
     if config.max_positions is not None:
@@ -268,7 +269,7 @@ def memory_components(
 def profile_batches(
     run: Setup,           # afterwards as before
     target: float = 0.85, # share of the memory that a batch may take
-) -> dict[str, Any]:      # plain values: optimal, components_gb of it, profiles, target, reason
+) -> dict[str, Any]:      # plain values: optimal, components_gb of it, profiles, target, reason, line
     "Find the largest batch that fits, and what its memory goes to."
     sizes = tuple((positions, run.config.group_size) for positions, _ in SIZES)
     found = search_batch(partial(trial_run, run), run.model.wte.weight.device, sizes, target)
@@ -282,7 +283,9 @@ def choose_batch(
     "Put the parts around the models once more, with the largest batch that fits."
     run.profiles = profile_batches(run)
     logger.info(run.profiles['line'])
-    run.assemble(replace(run.config, batch_positions=run.profiles['optimal']['batch_positions']))
+    chosen = run.profiles['optimal']['batch_positions']
+    check_room(run.config.buffer, chosen)
+    run.assemble(replace(run.config, batch_positions=chosen))
 
 # %% ../nbs/21_run.ipynb #03b77172
 SIGHT = {'P': ('legal_fraction', 'best_move_accuracy'), 'A': ('state_exact',)}    # beside the reward
@@ -358,8 +361,6 @@ def save_run(
     name: str,   # of a folder inside the run folder
 ) -> None:
     "Write a checkpoint that this package and transformers load; old ones beyond `keep_checkpoints` go."
-    if run.settled:
-        run.trainer.propose()
     if not run.ranks.first or not run.settled and (run.folder/name/'trainer.pt').exists():
         return    # what can be gone on from is not replaced by what cannot
     state = run_state(run) if run.settled else None
@@ -403,9 +404,11 @@ def resumed_config(
     stored = {field.name: field.default for field in fields(TrainConfig)}    # of before there was a setting
     try:
         stored |= json.loads((folder/'config.json').read_text(encoding='utf-8'))
-    except ValueError as error:
-        raise RunError(f'--resume: {folder/"config.json"} is not JSON: {error}') from None
+    except (ValueError, TypeError) as error:
+        raise RunError(f'--resume: {folder/"config.json"} is not JSON with settings: {error}') from None
     for name, value in asked.items():
+        if name not in stored:
+            raise RunError(f'{name}: no such setting')
         if name not in FREE and stored[name] != value:
             raise RunError(f'--{name.replace("_", "-")} {value}: the run in {folder} has {stored[name]}, and '
                            '--resume goes on with it as it is; start a new run instead')
@@ -472,11 +475,11 @@ def writer_of(
     return RunWriter(run.folder, asdict(run.config), run.prompts.batch_positions)
 
 # %% ../nbs/21_run.ipynb #edff0146
-def startable(
+def starting_config(
     config: TrainConfig, # what is asked for
     ranks: Ranks,        # the processes that do it together
 ) -> TrainConfig:        # of a run that goes on, its own
-    "Refuse two ways to choose the batch, and find the configuration of a run that goes on."
+    "The configuration to start with: two ways to choose the batch are refused, and a run that goes on has its own."
     if config.resume:
         return resumed_config(**asked_for(config))
     if config.auto_batch_size and ranks.size > 1:
@@ -487,13 +490,13 @@ def startable(
 
 # %% ../nbs/21_run.ipynb #482aaa4b
 class Run(Setup):
-    "A training run: checked on construction, and nothing is written before the first step."
+    "A training run: checked on construction; nothing is written before the first step."
     def __init__(
         self,
         config: TrainConfig = TrainConfig(),  # what to do
         ranks: Ranks = ALONE,                 # the processes that do it together
     ) -> None:
-        super().__init__(startable(config, ranks), ranks)
+        super().__init__(starting_config(config, ranks), ranks)
         self.started, self.console = time.perf_counter(), ''    # the latest step's line for the console
         self.events: list[dict[str, Any]] = []    # what was done by hand, in order
         self.profiles = None    # of memory, where the size of the batch was searched for
@@ -510,7 +513,10 @@ class Run(Setup):
         writers: Sequence = (),  # others that take each row, with `log(metrics)`
     ) -> Iterator[dict[str, float]]:  # metrics by name, one row per optimiser step
         "Train, and write everything down as it happens; the final checkpoint is written however the loop ends."
+        if not self.settled:
+            raise RunError(f'a step was broken off: go on with a new Run, --resume and --output-dir {self.folder}')
         if self.config.resume and self.ranks.first:
+            sweep(self.folder)
             cut_logs(self.folder, self.trainer.step)
             write_events(self.folder, self.events)
         with writer_of(self) as writer:
@@ -543,7 +549,9 @@ def next_row(
         if run.trainer.broken is not None: writer.table(step, run.trainer.broken, 'skipped')
         if step % run.config.save_every == 0:
             if run.ranks.size > 1: agree(run.ranks, weights=fingerprint(model_bytes(run.model)))
+            run.trainer.propose()    # what a recovery may go back to, if the next fresh samples find it sound
             save_run(run, f'checkpoint-{step}')
+            trim_memory()    # less than a step's time, and so not after each
         return metrics
 
 # %% ../nbs/21_run.ipynb #862d421a
@@ -588,6 +596,7 @@ def steer(
     above = wish == 'lr_scale'    # 0 would end all learning
     if moved and not (isinstance(value, (int, float)) and 0 <= value < math.inf and (value or not above)):
         raise RunError(f'{wish} {value!r}: must be finite and {"above" if above else "at least"} 0')
+    if moved: value = moved['value'] = float(value)    # a checkpoint takes plain numbers
     if wish == 'kl_coef': run.trainer.kl.load_state_dict({'kl_coef': value})    # adaptive: within its bounds
     if wish == 'lr_scale': run.trainer.health.lr_scale = value
     if wish == 'stop' and not run.trainer.stop_reason:
@@ -606,7 +615,7 @@ SHOWN = {'P': ('reward', 'parsed', 'legal_fraction', 'best_legal', 'best_move_ac
 
 
 def closing_table(
-    table: pd.DataFrame,  # of Run.finish
+    table: pd.DataFrame,  # of `finish`
 ) -> str:  # a few lines of text
     "The metrics worth reading first, as text."
     table = table.reset_index()
@@ -646,7 +655,8 @@ def train(
                 say(run.console)
                 bar.update()
         except KeyboardInterrupt:
-            say(f'stopped after step {run.trainer.step}; run folder: {run.folder}, --resume goes on with it')
+            where = f'after step {run.trainer.step}' if run.settled else 'in the middle of a step'
+            say(f'stopped {where}; run folder: {run.folder}, --resume goes on with it')
             raise
     say(f'{run.trainer.stop_reason}; run folder: {run.folder}')
     if before is None: return finish(run)

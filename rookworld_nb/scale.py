@@ -33,7 +33,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from statistics import fmean, variance
 from types import NoneType
-from typing import Any, NamedTuple, get_args, get_type_hints
+from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 import numpy as np
 import pandas as pd
@@ -100,7 +100,7 @@ def kinds_of(
 ) -> tuple:     # keys of READERS, perhaps NoneType too
     "What a value may be."
     kind = KINDS.get(name, name)
-    return get_args(kind) or (kind,)
+    return (str,) if get_origin(kind) is Literal else get_args(kind) or (kind,)
 
 
 def setting_value(
@@ -494,7 +494,7 @@ def attempt(
     if ticket is None or not all(map(is_lost, others)):
         trial.set_user_attr('ended', {'outcome': 'torn up'})
         raise SearchError('somebody else has this ticket')
-    study.sampler = optuna.samplers.TPESampler(seed=trial_config(search).seed*100_003 + trial.number)
+    study.sampler = optuna.samplers.TPESampler(seed=(trial_config(search).seed*100_003 + trial.number) % 2**32)
     start, verdict = time.perf_counter(), outcome_of(trial, search, search.folder/f'trial-{ticket:04d}')
     facts = verdict._asdict() | {'seconds': time.perf_counter() - start}
     trial.set_user_attr('ended', {name: value for name, value in facts.items() if value == value})    # no NaN in JSON

@@ -564,7 +564,7 @@ def update(
     finite = math.isfinite(metrics['loss'] + norm)
     trainer.broken = None if finite else experience.table.assign(broken=broken)
     count_skipped(health, step, finite, tokens)
-    trainer.failure = find_failure(health, metrics, config)
+    trainer.failure = find_failure(health, metrics if tokens else {}, config)
     if finite and tokens and not trainer.failure:
         if trainer.proposed and experience.fresh: trainer.remember()    # judged by what this very state has sampled
         take_step(trainer.optimizer, rate)

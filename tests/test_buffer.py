@@ -5,6 +5,7 @@ import math
 import statistics
 from dataclasses import replace
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -559,3 +560,30 @@ def test_the_counting_policy_leaves_global_random_numbers_alone(base):
     again = counting_policy()
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(a, b) for a, b in zip(base.parameters(), again.parameters()))
+
+
+class HalfSilent:
+    "A scorer whose engine says nothing about some prompts."
+    def __init__(self, silent): self.silent = silent
+
+    def __call__(self, prompts, completions, targets=None):
+        scores = TASK(prompts, completions)
+        unknown = np.arange(len(prompts)) % (3*G) >= 3*G - self.silent*G
+        return Scores(scores.rewards.masked_fill(torch.tensor(unknown), 0.), scores.components.assign(raw=scores.components['raw'].mask(unknown)))
+
+
+@pytest.mark.parametrize('options', [{'scale_rewards': 'batch'}, {'baseline': 'ema'}, {'penalty': lambda: .5}])
+def test_what_was_not_judged_is_compared_with_nothing_and_moves_no_other(model, options):
+    found = []
+    for silent in (0, 1, 3):
+        source = collector(model, env=0., prompts=3, scorer=HalfSilent(silent), **{k: v for k, v in options.items() if k != 'penalty'})
+        source.penalty = options.get('penalty')
+        found.append(next(source))
+    whole, some, none = (experience.parts[0].advantages.view(3, G) for experience in found)
+    assert some[2].eq(0).all() and none.eq(0).all() and whole[2].ne(0).any()
+    rewards = found[0].parts[0].rewards[:2*G]
+    kwargs = {name: value for name, value in options.items() if name != 'penalty'} | {'tracker': EMATracker(), 'tasks': ['P', 'P']}
+    assert_close(some[:2].flatten(), compute_advantages(rewards, G, **{'scale_rewards': 'group'} | kwargs))
+    alone = [experience.table['reward'][:2*G].to_numpy().reshape(2, G) for experience in found]
+    assert found[1].metrics()['reward_std'] == pytest.approx(alone[1].std(1, ddof=1).mean())
+    assert found[1].metrics()['completions/unjudged'] == pytest.approx(1/3)

@@ -2,9 +2,10 @@
 import os
 import shutil
 
+import numpy as np
 import pytest
 
-from rookworld_nb.checkpoint import CheckpointError, read_checkpoint, write_checkpoint
+from rookworld_nb.checkpoint import CheckpointError, first_whole, read_checkpoint, sweep, write_checkpoint
 from rookworld_nb.weights import load_pretrained
 
 
@@ -45,3 +46,17 @@ def test_every_file_is_looked_at_and_named(tmp_path):
         with pytest.raises(CheckpointError, match=path.name if path.name != 'SHA256SUMS' else r'\.(pt|json|safetensors)'): read_checkpoint(folder)
         path.write_bytes(content)
     assert read_checkpoint(folder) == {'trainer': {'step': 1}}
+
+
+def test_what_is_more_than_plain_values_is_passed_over(tmp_path):
+    for step, value in ((1, 1.), (2, np.float64(1.))):
+        write_checkpoint(tmp_path/f'checkpoint-{step}', *load_pretrained('nano'), {'value': value})
+    with pytest.raises(CheckpointError, match='plain values'): read_checkpoint(tmp_path/'checkpoint-2')
+    assert first_whole([tmp_path/'checkpoint-2', tmp_path/'checkpoint-1'])[0].name == 'checkpoint-1'
+
+
+def test_what_a_kill_left_half_written_is_swept_away(tmp_path):
+    write_checkpoint(tmp_path/'checkpoint-1', *load_pretrained('nano'), {'step': 1})
+    for name in ('.checkpoint-2.part', '..checkpoint-2.part.77.partial', '.checkpoint-1.old'): (tmp_path/name/'in').mkdir(parents=True)
+    sweep(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {'checkpoint-1', '.checkpoint-1.old'}

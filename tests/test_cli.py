@@ -213,6 +213,7 @@ MISTAKES = [
     ('positions --config key.toml', '', ['key.toml', 'seeds', 'seed']),
     ('positions --config table.toml', '', ['table.toml', 'n', 'table']),
     ('positions --config value.toml', '', ['value.toml', 'n', 'many']),
+    ('positions --config list.toml', '', ['list.toml', 'n is a list']),
     ('generate', '', ['no prompts']),
     ('generate hello', '', ['hello', 'P: ']),
     ('generate --temperature -1 P:x', '', ['temperature', '-1']),
@@ -244,6 +245,7 @@ MISTAKES = [
     ('score --stockfish-path no/engine', ROW, ['no/engine']),
     ('label', '', ['no FENs']),
     ('label --output out.txt', 'hello', ['position 1', 'hello']),
+    ('label --processes 0', START, ['--processes', '0']),
     ('label --output out.txt', START + '\n' + START.replace('k', 'q'), ['position 2']),
     ('label --output out.txt', START + '\n' + START.rsplit(' ', 2)[0], ['position 2']),
     ('label --output out.txt.gz', START, ['out.txt.gz', 'not .gz']),
@@ -320,6 +322,7 @@ def test_a_mistake_costs_one_line_and_creates_nothing(words, stdin, named, call,
     (cwd/'onlyp.txt').write_text(shipped('train')[0].line)
     (cwd/'table.toml').write_text('[n]\nx = 3')
     (cwd/'value.toml').write_text('n = "many"')
+    (cwd/'list.toml').write_text('n = [5]')
     (cwd/'lines.txt').write_text('\n'.join(env_lines(2)))
     (cwd/'packed.csv.zst').write_bytes(b'\x28\xb5\x2f\xfd' + bytes(range(256)))
     (cwd/'false.csv.gz').write_text('PuzzleId,FEN,Moves')
@@ -611,6 +614,15 @@ def test_eval_measures_both_tasks(call, tiny, cwd):
     assert report['recall'][0]['class'] == 'ordinary'
     text = '\n'.join(call(*words, '--suite', 'env', '--limit', '2')[1])
     assert 'state_exact' in text and '2 prompts' in text and 'best_legal' not in text
+
+
+@pytest.mark.parametrize('limit', [5, 351, 699, 700, 9999])
+def test_a_limit_of_the_rare_moves_is_kept_and_takes_from_everywhere(limit):
+    whole = shipped('stress')
+    chosen = evaluation_samples(None, ('stress',), limit)
+    places = [whole.index(sample) for sample in chosen]
+    gaps = [b - a for a, b in zip(places, places[1:])]
+    assert len(chosen) == min(limit, len(whole)) and max(gaps) - min(gaps) <= 1 and places[-1] >= len(whole) - max(gaps) - 1
 
 
 def test_eval_examines_rare_moves(call, cwd):

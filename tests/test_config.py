@@ -2,9 +2,11 @@
 import math
 import re
 
+import numpy as np
 import pytest
 
 from rookworld_nb.config import PRESETS, RunError, TrainConfig
+from rookworld_nb.rewards import RewardTerms
 
 
 @pytest.mark.parametrize('changes, message', [
@@ -25,6 +27,7 @@ def test_bad_settings_are_refused_at_once(changes, message):
 
 
 @pytest.mark.parametrize(('changes', 'said'), [
+    ({'steps': True}, '--steps True: must be int'), ({'lr': np.float64(1e-4)}, 'must be float | None'), ({'seed': -1}, '--seed -1'), ({'seed': 2**32}, '--seed 4294967296'),
     ({'batch_positions': 0}, '--batch-positions 0: must be at least 1'), ({'steps': 2.5}, '--steps 2.5: must be int'), ({'seed': 1.5}, '--seed 1.5: must be int'),
     ({'mix_env_ratio': None}, '--mix-env-ratio None: must be float'), ({'lr': '1e-4'}, "--lr '1e-4': must be float | None"), ({'bf16': 'no'}, "--bf16 'no': must be bool")])
 def test_values_of_another_kind_are_refused_when_the_configuration_is_made(changes, said):
@@ -39,3 +42,17 @@ def test_presets_are_functions_that_can_be_changed():
     assert calm.lr == usual.lr/10 and calm.clip_range < usual.clip_range and calm.kl_coef > usual.kl_coef
     assert PRESETS['emergency'](model='jrahn/RookWorld-LM-124M').lr == TrainConfig().for_size(10**9).lr/10
     assert PRESETS['rtx4090']().batch_positions*PRESETS['rtx4090']().group_size == 256
+
+
+@pytest.mark.parametrize('name', RewardTerms.__dataclass_fields__)
+def test_each_term_of_the_reward_can_be_set_for_a_run(name):
+    default = getattr(TrainConfig(), name)
+    value = {str: 'quadratic', int: 3}.get(type(default)) or default/2
+    changed = TrainConfig(**{name: value}).for_size(1)
+    assert getattr(changed.rewards, name) == value != getattr(TrainConfig().rewards, name)
+    whole = name in ('reward_warmup_steps', 'candidates_scaling', 'evals_scaling')
+    assert changed.credit == ('answer' if whole else 'part')
+
+
+def test_minibatches_larger_than_the_usual_batch_wait_for_the_search():
+    assert TrainConfig(auto_batch_size=True, minibatch_positions=64).for_size(1).minibatch_positions == 64

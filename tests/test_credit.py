@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from rookworld_nb.buffer import Collector, idle_groups, stored_groups, tied_groups
+from rookworld_nb.buffer import Collector, idle_groups, stored_groups
 from rookworld_nb.config import RunError, TrainConfig
 from rookworld_nb.credit import PART_NAMES, PartCredit, earnings_table, part_advantages, token_parts
 from rookworld_nb.grpo import EMATracker, compute_advantages
@@ -198,7 +198,7 @@ def test_groups_are_dropped_where_nothing_can_be_learned(tmp_path):
     assert [(group.part, group.prompt) for group in kept] == expected and 0 < len(expected) < experience.num_groups
     part = experience.parts[0]
     same = replace(part, rewards=torch.zeros_like(part.rewards))
-    assert all(tied_groups(same)) and idle_groups(same) == idle_groups(part) and not all(idle_groups(part))
+    assert idle_groups(same) == idle_groups(part) and not all(idle_groups(part))
     assert all(idle_groups(replace(part, advantages=torch.zeros_like(part.rewards))))
 
 

@@ -15,6 +15,7 @@ from rookworld_nb import cli, model
 from rookworld_nb.config import TrainConfig
 from rookworld_nb.monitor import metric_rows, read_completions
 from rookworld_nb.positions import by_task, is_rare, shipped, write_lines
+from rookworld_nb.rewards import RewardTerms
 
 SHORT = {'--steps': 3, '--batch-positions': 2, '--group-size': 4, '--max-new-tokens': 32, '--eval-policy': 0, '--eval-env': 0, '--seed': 3,
          '--mix-env-ratio': .5, '--warmup-steps': 0, '--device': 'cpu', '--lr': 1e-3, '--replays': 2,
@@ -232,7 +233,8 @@ def test_two_ways_to_choose_the_batch_are_one_too_many(tmp_path, capsys):
 
 def test_no_flag_is_forgotten():
     elsewhere = {'compile', 'auto_batch_size', 'rank_timeout', 'output_dir', 'device', 'reference_device', 'resume', 'stockfish_path', 'eval_samples', 'micro_batch_size', 'gamma', 'gae_lambda', 'value_loss_coef'}
-    assert {*CASES} | elsewhere == {*TrainConfig.__dataclass_fields__} and not elsewhere & {*CASES}
+    rewards = {*RewardTerms.__dataclass_fields__} - {*CASES}    # tests/test_config.py
+    assert {*CASES} | elsewhere | rewards == {*TrainConfig.__dataclass_fields__} and not elsewhere & {*CASES}
 
 
 def test_more_evaluation_samples_make_no_more_prompts_but_other_means(tmp_path, capsys):

@@ -13,6 +13,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from rookworld_nb import pretrain as pretrain_module
 from rookworld_nb.positions import PUZZLES, Sample, generate_positions, random_play, read_lines, seen_positions, shipped, write_lines
 from rookworld_nb.pretrain import (ENV_SHARES, HELD_SHARDS, PROMPT_TOKENS, PretrainConfig, PretrainError, Rows,
                                    batches, board_tokenizer, completion_loss, completion_mask, env_sample, find_kind,
@@ -204,6 +205,31 @@ def test_a_run_that_cannot_be_gone_on_with_is_refused_before_any_data_is_made(tm
     monkeypatch.setattr('rookworld_nb.pretrain.prepare', lambda *_: pytest.fail('data were made'))
     shape = {'steps': 6, 'n_layer': 1, 'n_head': 2, 'n_embd': 16, 'batch_tokens': 400}
     with pytest.raises(PretrainError, match='a run with another shards'): pretrain(PretrainConfig(output_dir=str(tmp_path), shards=4, **shape))
+    with pytest.raises(PretrainError, match='--steps 2: the run in .* has done 6'): pretrain(PretrainConfig(output_dir=str(tmp_path), **shape | {'steps': 2}))
+
+
+@pytest.mark.parametrize('seed', [-1, 2**32])
+def test_a_seed_that_numpy_does_not_take_is_refused(seed):
+    with pytest.raises(PretrainError, match=f'--seed {seed}'): PretrainConfig(seed=seed)
+
+
+def test_the_log_of_a_killed_run_holds_each_step_once(tmp_path, monkeypatch):
+    rows = {'P': rows_of('P'), 'A': rows_of('A')} | {'L': pack('L', [legal_list(fen) for fen in FENS[:12]], TOKENIZER)}
+    monkeypatch.setattr(pretrain_module, 'prepare', lambda *_: (rows, {kind: part.first(4) for kind, part in rows.items()}))
+    monkeypatch.setattr(pretrain_module, 'whole_shard', lambda path: [])
+    monkeypatch.setattr(pretrain_module, 'make_prompts', lambda *_: ([], []))
+    config = PretrainConfig(output_dir=str(tmp_path), steps=6, n_layer=1, n_head=2, n_embd=16, batch_tokens=400, save_every=3, threads=1)
+    step = pretrain_module._train_step
+
+    def dying(learner, streams):
+        if learner.step == 5: raise KeyboardInterrupt
+        return step(learner, streams)
+    monkeypatch.setattr(pretrain_module, '_train_step', dying)
+    with pytest.raises(KeyboardInterrupt): pretrain(config)
+    monkeypatch.setattr(pretrain_module, '_train_step', step)
+    with open(tmp_path/'metrics.jsonl', 'a') as log: log.write('{"step": 6, "cut o')
+    pretrain(config)
+    assert [json.loads(line)['step'] for line in (tmp_path/'metrics.jsonl').read_text().splitlines()] == [1, 2, 3, 4, 5, 6]
 
 
 def test_prompts_show_no_position_of_the_evaluation(tmp_path, monkeypatch):

@@ -12,6 +12,7 @@ import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -21,11 +22,12 @@ import rookworld_nb.trainer
 from rookworld_nb.checkpoint import CheckpointError, checkpoints_of, newest_checkpoint, read_checkpoint
 from rookworld_nb.config import BY_SIZE, OPEN, RunError, TrainConfig
 from rookworld_nb.monitor import read_metrics
-from rookworld_nb.positions import shipped, write_lines
+from rookworld_nb.positions import by_task, shipped, write_lines
 from rookworld_nb.rewards import EngineSilent
 from rookworld_nb.rules import EngineNotFound, Stockfish, fen_key, find_stockfish
 from rookworld_nb.run import (Run, closing_table, examine, heldout_samples, levers, planned_work, read_events, resumed_config, run_state, save_run, steer, train,
                               training_samples, trial_run)
+from rookworld_nb.tasks import parse_env
 from rookworld_nb.weights import load_pretrained, save_pretrained
 
 SHORT = TrainConfig(replays=2, steps=4, batch_positions=5, group_size=4, eval_policy=6, eval_env=3, eval_samples=2, save_every=2, warmup_steps=1,
@@ -418,9 +420,11 @@ def test_the_checkpoint_just_written_outlives_a_broken_one_with_a_higher_number(
     folder = shutil.copytree(whole, tmp_path/'run')
     shutil.rmtree(folder/'final_checkpoint')
     (folder/'checkpoint-6'/'trainer.pt').write_bytes(b'')
-    run = Run(replace(resumed_config(output_dir=str(folder)), keep_checkpoints=1, save_every=1))
+    run = Run(replace(resumed_config(output_dir=str(folder)), keep_checkpoints=1))
     generator = run.steps()
-    assert next(generator)['step'] == 5 and newest_checkpoint(folder)[0].name == 'checkpoint-5'
+    assert next(generator)['step'] == 5
+    steer(run, 'checkpoint')
+    assert newest_checkpoint(folder)[0].name == 'checkpoint-5'
 
 
 def test_a_checkpoint_half_written_is_no_checkpoint(whole, tmp_path):
@@ -607,3 +611,49 @@ def test_a_diverged_run_that_is_given_more_steps_does_not_learn_from_the_failed_
 def test_the_plan_says_where_a_number_is_only_the_least(tmp_path):
     plan = lambda **changes: planned_work(Run(replace(SHORT, output_dir=str(tmp_path/'run'), **changes)))
     assert 'at least' not in plan() and plan(buffer_capacity=2).count('at least') == 2 == plan(drop_tied=True).count('at least')
+
+
+def test_a_run_whose_step_was_broken_off_is_not_gone_on_with_as_it_is(tmp_path, monkeypatch):
+    run = Run(replace(TINY, output_dir=str(tmp_path/'run')))
+    steps = run.steps()
+    next(steps)
+    monkeypatch.setattr('rookworld_nb.trainer.take_step', lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt): next(steps)
+    monkeypatch.undo()
+    with pytest.raises(RunError, match='a step was broken off.*--resume'): next(run.steps())
+    assert not (run.folder/'final_checkpoint'/'trainer.pt').exists()
+
+
+def test_a_lever_moved_by_a_number_of_numpy_can_be_gone_on_with(tmp_path):
+    run = Run(replace(TINY, steps=2, save_every=1, kl_control='fixed', output_dir=str(tmp_path/'run')))
+    for _ in run.steps(): steer(run, 'lr_scale', np.float64(.5))
+    assert Run(resumed_config(output_dir=str(tmp_path/'run'))).events[0]['value'] == .5
+
+
+def test_an_answer_that_shows_a_held_out_position_is_left_out_too(tmp_path):
+    heldout, train_set = heldout_samples(SHORT), by_task(shipped('train'))
+    shown = train_set['A'][0]
+    telling = replace(shown, completion=shown.completion.replace(parse_env(shown.completion).new_fen, heldout[0].fen))
+    write_lines([telling, *train_set['P'][:3]], tmp_path/'data.txt')
+    assert heldout[0].fen in telling.completion
+    assert training_samples(replace(SHORT, data=str(tmp_path/'data.txt')), heldout) == train_set['P'][:3]
+
+
+def test_a_stop_by_hand_does_not_change_what_a_recovery_goes_back_to(tmp_path):
+    run = Run(replace(TINY, save_every=2, output_dir=str(tmp_path/'run')))
+    steps = run.steps()
+    for _ in range(3): next(steps)
+    proposed = run.trainer.proposed
+    steer(run, 'checkpoint')
+    steps.close()
+    assert run.trainer.proposed == proposed == read_checkpoint(run.folder/'final_checkpoint')['trainer']['proposed']
+
+
+@pytest.mark.parametrize('content', ['[1]', '"text"', '{'])
+def test_a_config_that_is_no_object_is_named(tmp_path, content):
+    (tmp_path/'config.json').write_text(content)
+    with pytest.raises(RunError, match='config.json is not JSON with settings'): resumed_config(output_dir=str(tmp_path))
+
+
+def test_what_is_no_setting_is_named(whole):
+    with pytest.raises(RunError, match='foo: no such setting'): resumed_config(output_dir=str(whole), foo=3)

@@ -715,6 +715,7 @@ def test_an_update_without_a_token_is_skipped(model, caplog):
     empty = replace(first, parts=tuple(replace(part, loss_mask=torch.zeros_like(part.loss_mask)) for part in first.parts))
     row, = steps(trainer, iter([empty]), 1)
     assert same(model, before) and row['skipped_updates'] == 1 and 'no token counts' in caplog.text
+    assert trainer.health.kl_mean is None    # no token, no KL
     assert trainer.kl.kl_coef == .5 and not trainer.optimizer.state
     rows = steps(trainer, iter([empty]*6), 6)    # nothing is wrong with the policy
     assert len(rows) == 6 and not trainer.diverged and trainer.health.recoveries == 0 and trainer.broken is None
