@@ -194,8 +194,8 @@ def run_study(
     workers: int = 1,          # runs side by side
 ) -> Iterator[pd.DataFrame]:   # the results, at the start and whenever a run has finished
     "Train every cell with every seed: all cells with the first seed, then all with the second."
-    if seeds < 1 or workers < 1:
-        raise AblationError(f'seeds {seeds} and workers {workers} must be at least 1')
+    for name, count in (('seeds', seeds), ('workers', workers)):
+        if count < 1: raise AblationError(f'{name}={count}: must be at least 1')
     todo, threads = planned_runs(folder, studies, seeds), max(1, torch.get_num_threads()//workers)
     yield read_results(folder)
     with ProcessPoolExecutor(workers, get_context('spawn'), max_tasks_per_child=1) as pool:

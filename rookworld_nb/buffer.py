@@ -508,7 +508,7 @@ class BufferConfig:
             value = getattr(self, name)
             if value is None and name in ('minibatch_positions', 'max_age'):
                 continue
-            if not isinstance(value, int) or value < 1:
+            if type(value) is not int or value < 1:    # True is none
                 raise SettingError(f'{name}={value!r} must be a whole number of at least 1')
         if not 0 <= self.fresh_share <= 1:
             raise SettingError(f'fresh_share={self.fresh_share} is not a share between 0 and 1')

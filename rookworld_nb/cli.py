@@ -402,7 +402,7 @@ def read_row(
     "Read one row, or say what is wrong with it."
     try:
         row = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UsageError(f'{place}: not JSON ({error})') from None
     if not isinstance(row, dict) or not all(isinstance(row.get(key), str) for key in ('prompt', 'completion')):
         raise UsageError(f'{place}: need an object with the texts prompt and completion, not {line.strip()[:60]}')

@@ -122,7 +122,7 @@ def read_run(
     "Read a run folder; what is not one is a ReportError that says what is missing."
     folder = Path(run_folder)
     if not folder.is_dir():
-        raise ReportError(f'{folder}: no such folder')
+        raise ReportError(f'{folder}: ' + ('a file; name the run folder' if folder.exists() else 'no such folder'))
     if not (folder/'metrics.jsonl').is_file():
         raise ReportError(f'{folder} is not a run folder: it holds no metrics.jsonl')
     found = {path.stem.removeprefix('step-'): path for path in folder.glob('completions/step-*.csv')}

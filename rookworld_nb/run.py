@@ -413,6 +413,10 @@ def resumed_config(
             raise RunError(f'--{name.replace("_", "-")} {value}: the run in {folder} has {stored[name]}, and '
                            '--resume goes on with it as it is; start a new run instead')
     own = {field.name: stored[field.name] for field in fields(TrainConfig)}
+    try:
+        TrainConfig(**own)
+    except ValueError as error:
+        raise RunError(f'--resume: {folder/"config.json"} was changed: {error}') from None
     return TrainConfig(**own | asked | {'output_dir': str(folder), 'resume': True})
 
 

@@ -125,7 +125,7 @@ def read_dimension(
     ends, _, scale = text.partition(':')
     if '..' not in ends or kinds_of(name)[0] not in (int, float):
         return Choices(dict.fromkeys(setting_value(name, part) for part in text.split('|')))
-    low, high = (setting_value(name, end) for end in ends.split('..', 1))
+    low, high = (setting_value(name, end) if end else None for end in ends.split('..', 1))
     if None in (low, high) or scale not in ('', 'log') or not low < high < math.inf or (scale and low <= 0):
         raise SearchError(f'--space {name}={text}: a range is LOW..HIGH of numbers, LOW the smaller one, '
                           'or LOW..HIGH:log with LOW above 0')

@@ -425,7 +425,7 @@ def model_simulator(
 ) -> Simulator:
     """The model as a simulator: it is asked with A: prompts what a move does."""
     if not 1 <= history_plies <= HISTORY_PLIES:
-        raise SuiteError(f'history_plies is {history_plies}; a prompt shows 1 to {HISTORY_PLIES}')
+        raise SuiteError(f'history_plies={history_plies}; a prompt shows 1 to {HISTORY_PLIES}')
     generator, budget = torch.Generator().manual_seed(seed), answer_budget(tokenizer, [LONGEST['A']])
 
     def ask(steps: Steps) -> list[EnvAnswer]:

@@ -132,7 +132,7 @@ def test_results_may_hold_cells_that_no_longer_exist(tiny, tmp_path):
 def test_a_change_of_a_default_changes_the_fingerprint(monkeypatch):
     print_of = lambda **settings: settings_of(TrainConfig(**settings).for_size(SMALL))
     before = print_of()
-    assert print_of(seed=1) != before == print_of(save_every=7, rank_timeout=1., micro_batch_size=4)
+    assert print_of(seed=1) != before == print_of(keep_checkpoints=7, rank_timeout=1., micro_batch_size=4)
     assert print_of(steps=7) != before
     with monkeypatch.context() as other:  # other weights to start from
         other.setattr(ablations, 'untrained_print', lambda: 'x')

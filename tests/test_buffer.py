@@ -523,7 +523,7 @@ def test_a_price_without_a_reference_is_refused(model):
 # bad settings
 
 @pytest.mark.parametrize('name', ['replays', 'capacity', 'minibatch_positions', 'max_age'])
-@pytest.mark.parametrize('value', [0, -1, 1.5, '2', True - 1])
+@pytest.mark.parametrize('value', [0, -1, 1.5, '2', True])
 def test_counts_must_be_counts(name, value):
     with pytest.raises(SettingError, match=name):
         BufferConfig(**{name: value})

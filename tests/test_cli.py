@@ -269,7 +269,7 @@ MISTAKES = [
     ('eval --suite mate --data lines.txt', '', ['lines.txt', 'mate']),
     ('eval --suite selfplay --games 3', '', ['--games 3', 'even', '2 to']),
     ('eval --suite stockfish --stockfish-path /bin/true', '', ['/bin/true']),
-    ('eval --suite policy --history-plies 11', '', ['history_plies', '11']),
+    ('eval --suite policy --history-plies 11', '', ['--history-plies 11']),
     ('eval --suite ,', '', ['--suite', 'nothing']),
     ('eval --temperature ,', '', ['--temperature', 'nothing']),
     ('eval --suite puzzles --data packed.csv.zst', '', ['packed.csv.zst', '.zst']),
@@ -280,7 +280,7 @@ MISTAKES = [
     ('eval --suite env,stress', '', ['stress', 'env']), ('eval --suite stress --data lines.txt', '', ['lines.txt', 'stress']),
     ('eval --suite mate --against nano', '', ['--against nano', 'mate']), ('eval --against /no/such', '', ['/no/such']),
     ('eval --suite selfplay --games 10000', '', ['--games 10000']),
-    ('eval --suite selfplay --history-plies 0', '', ['history_plies', '0']),
+    ('eval --suite selfplay --history-plies 0', '', ['--history-plies 0']),
     ('eval --suite stockfish --stockfish-path no/engine', '', ['no/engine']),
     ('train --steps 0', '', ['--steps', '0']),
     ('train --step 10', '', ['--step', '--steps']),
@@ -434,8 +434,8 @@ def test_a_negative_number_may_have_an_exponent(call):
 
 
 def test_a_reader_may_leave_early():
-    done = subprocess.run(f'{SCRIPT} positions --n 300 | head -n 1', shell=True, capture_output=True, text=True, timeout=120)
-    assert len(done.stdout.splitlines()) == 1 and done.stderr == ''
+    done = subprocess.run(['bash', '-c', f'{SCRIPT} positions --n 300 | head -n 1; exit ${{PIPESTATUS[0]}}'], capture_output=True, text=True, timeout=120)
+    assert len(done.stdout.splitlines()) == 1 and done.stderr == '' and done.returncode == 0
 
 
 # ---- positions, generate, score

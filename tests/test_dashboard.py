@@ -110,12 +110,10 @@ def test_stop_is_heard_shown_and_final(clock):
         dash.update(row)
     assert not dash.stopped and not dash.stop.disabled
     clock.now += .1
-    before = bytes(dash.curves.value)
     dash.stop.click()
     assert dash.stopped and dash.stop.disabled and dash.stop.description == 'Stopped'
     assert re.fullmatch(r'Stopped after step 12 of 60 · reward 0\.\d{3} \(best 0\.\d{3}\) · 0:11', dash.status.value)
     assert dash.bar.value == 12 and dash.bar.style.bar_color == MUTED
-    assert bytes(dash.curves.value) != before or dash.progress.step == 12
     dash.update(next(simulated_run(60)) | {'step': 13})
     assert dash.status.value.startswith('Stopped after step 13')
 

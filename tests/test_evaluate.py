@@ -362,4 +362,5 @@ def test_each_completion_belongs_to_its_prompt(tiny):
 
 def test_budget_has_room_for_the_target(tiny):
     budget = answer_budget(tiny[1], [RUY, CLASS_SAMPLES['mate']])
-    assert budget > len(RUY.completion)  # one token a character here
+    longest = max(len(RUY.completion), len(CLASS_SAMPLES['mate'].completion))    # one token a character here
+    assert budget == math.ceil(1.25*longest) + 8

@@ -233,7 +233,7 @@ def test_numbers():
 def test_changed_settings_come_with_their_defaults(folder):
     assert changed_settings(plain(CONFIG)) == {'data': 'my lines.txt', 'steps': STEPS, 'lr': 2e-3, 'kl_unbiased': False}
     rows = re.findall(r'<tr><td><b>(\w+)</b></td><td.*?>(.*?)</td><td.*?>(.*?)</td></tr>', (folder/'report.html').read_text())
-    assert rows[-4:] == [('steps', '12', str(TrainConfig().steps)), ('lr', '0.002', 'none'), ('kl_unbiased', 'false', 'true'), ('data', 'my lines.txt', 'none')]
+    assert rows[-4:] == [('data', 'my lines.txt', 'none'), ('steps', '12', str(TrainConfig().steps)), ('lr', '0.002', 'none'), ('kl_unbiased', 'false', 'true')]
     assert changed_settings({'steps': TrainConfig().steps, 'of_another_version': 1}) == {'of_another_version': 1}
 
 
@@ -423,7 +423,7 @@ def test_no_folder_and_no_run_folder(tmp_path):
             report(path)
         assert str(path) in str(failed.value) and words in str(failed.value) and isinstance(failed.value, ValueError)
     (tmp_path/'file').write_text('')
-    with pytest.raises(ReportError, match='no such folder'):
+    with pytest.raises(ReportError, match='a file; name the run folder'):
         report(tmp_path/'file')
 
 

@@ -655,5 +655,10 @@ def test_a_config_that_is_no_object_is_named(tmp_path, content):
     with pytest.raises(RunError, match='config.json is not JSON with settings'): resumed_config(output_dir=str(tmp_path))
 
 
+def test_a_config_that_somebody_spoilt_is_named(tmp_path):
+    (tmp_path/'config.json').write_text(json.dumps(asdict(TINY) | {'lr': '1e-4'}))
+    with pytest.raises(RunError, match=r"config.json was changed: --lr '1e-4'"): resumed_config(output_dir=str(tmp_path))
+
+
 def test_what_is_no_setting_is_named(whole):
     with pytest.raises(RunError, match='foo: no such setting'): resumed_config(output_dir=str(whole), foo=3)

@@ -605,7 +605,7 @@ def test_the_model_plays_and_batches_do_not_matter(nano):
 def test_the_model_is_a_world(nano):
     steps = [(START, ['e2e4']), ('rnbqkbnr/pppppppp/8/8/4P3/8/PPPP1PPP/RNBQKBNR b KQkq - 0 1', ['e2e4', 'e7e5'])]
     assert model_world(model_simulator(*nano))(steps) == rules_world(steps) == model_world(model_simulator(*nano, batch_size=1))(steps)
-    with pytest.raises(SuiteError, match='history_plies is 0'):
+    with pytest.raises(SuiteError, match='history_plies=0'):
         model_simulator(*nano, history_plies=0)
 
 
