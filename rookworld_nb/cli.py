@@ -7,7 +7,7 @@ __all__ = ['logger', 'REQUIRED', 'READERS', 'SUITES', 'Suites', 'HEADINGS', 'COM
            'comments_in', 'Flag', 'flags_of', 'parse_value', 'as_text', 'Parser', 'placeholder', 'parser_of', 'no_such',
            'settings_in', 'read_settings', 'input_lines', 'at_least_one', 'emit', 'without_nan', 'positions', 'uci',
            'batches', 'generate', 'read_rows', 'read_row', 'score', 'positions_in', 'label', 'evaluation_samples',
-           'examine', 'suite_puzzles', 'suite_openings', 'play_suites', 'evaluate_model', 'metric_tables',
+           'measure', 'suite_puzzles', 'suite_openings', 'play_suites', 'evaluate_model', 'metric_tables',
            'report_evaluation', 'as_columns', 'train', 'pretrain', 'report', 'ablate', 'search', 'push', 'batch_size',
            'Command', 'run_command', 'overview', 'is_input_error', 'drop_output', 'console_logging', 'main']
 
@@ -510,7 +510,7 @@ SUITES = {'policy': 'P', 'env': 'A', 'stress': 'A'}  # suites of prompts with ta
 Suites = tuple[Literal['policy', 'env', 'stress', 'mate', 'tactics', 'puzzles', 'selfplay', 'stockfish'], ...]
 
 # %% ../nbs/25_cli.ipynb #137bf267
-def examine(
+def measure(
     loaded: tuple,                  # model and tokenizer
     samples: list,                  # of `evaluation_samples`
     temperatures: tuple[float, ...], # one pass for each
@@ -622,7 +622,7 @@ def evaluate_model(
               for each in temperature}
     sides = {each: (model_player(*loaded[model], each, seed, batch), worlds[each]) for each in temperature}
     options = dict(seed=seed, samples_per_prompt=samples_per_prompt, max_new_tokens=max_new_tokens, batch_size=batch)
-    examined = {name: examine(each, samples, temperature, **options) for name, each in loaded.items()}
+    examined = {name: measure(each, samples, temperature, **options) for name, each in loaded.items()}
     played = [(name, each, table) for each, side in sides.items() for name, table in play_suites(
         suite, *side, puzzles, openings, samples_per_prompt if each else 1, levels, stockfish_path)]
     report_evaluation(samples, examined[model], examined.get(against), played, json)
@@ -630,7 +630,7 @@ def evaluate_model(
 # %% ../nbs/25_cli.ipynb #a0ea1b63
 def metric_tables(
     samples: list,  # of `evaluation_samples`
-    table,          # of `examine`
+    table,          # of `measure`
     before,         # of another model, or None
 ) -> dict:          # 'metrics', 'recall', and with another model 'comparison' and 'recall_before'
     "What the completions say: means with intervals, recall by class of move, paired differences."
@@ -655,8 +655,8 @@ HEADINGS = {'metrics': 'means with 95 % intervals', 'comparison': 'before is --a
 
 def report_evaluation(
     samples: list,       # of `evaluation_samples`
-    table,               # of `examine`, or None
-    before,              # of `examine` for another model, or None
+    table,               # of `measure`, or None
+    before,              # of `measure` for another model, or None
     played: list[tuple], # of `play_suites`: name, temperature, table by metric
     json: bool,          # one JSON object instead of tables
 ) -> None:

@@ -8,7 +8,7 @@ __all__ = ['logger', 'SHIPPED', 'PUZZLES', 'OPENINGS', 'CENTRE', 'HOME_RANK', 'P
            'shipped_positions', 'split_by_position', 'Position', 'opening_positions', 'development_weight',
            'random_play', 'random_endgame', 'generate_positions', 'LabelError', 'policy_line', 'fen_in', 'count_moves',
            'shard_of', 'Labelling', 'locked', 'write_plan', 'labelled_in', 'plan_of', 'cut_inputs', 'label_shard',
-           'label_worker', 'told', 'merge_shards', 'finish', 'label_files', 'by_task', 'prompt_pools', 'Rounds',
+           'label_worker', 'told', 'merge_shards', 'clear_shards', 'label_files', 'by_task', 'prompt_pools', 'Rounds',
            'Blend', 'is_rare', 'env_stream', 'PromptMix']
 
 # %% ../nbs/04_positions.ipynb #8bbc9c47
@@ -585,10 +585,10 @@ def merge_shards(
     os.replace(aside, output)
     write_plan(job.folder, json.loads((job.folder/'plan.json').read_text(encoding='utf-8')) | {'totals': totals})
     os.replace(job.folder, gone)
-    return finish(gone)
+    return clear_shards(gone)
 
 # %% ../nbs/04_positions.ipynb #81ace59f
-def finish(
+def clear_shards(
     gone: Path,       # the folder of a job whose output is there
 ) -> dict[str, int]:  # of `told`
     "Remove the shards, the plan last: a kill in between leaves what the same command can end with."
@@ -612,7 +612,7 @@ def label_files(
     with Stockfish(job.stockfish_path, nodes=job.nodes) as engine: name = engine.name    # none: before anything is made
     if (gone/'plan.json').exists() and output.exists():    # killed after the last step but the cleaning
         was = json.loads((gone/'plan.json').read_text(encoding='utf-8'))
-        if was == plan_of(job, paths, name) | {'totals': was['totals']}: return finish(gone)
+        if was == plan_of(job, paths, name) | {'totals': was['totals']}: return clear_shards(gone)
     if output.exists() and not (job.folder/'plan.json').exists():
         raise LabelError(f'--output {output}: is there already; give a new file')
     shutil.rmtree(gone, ignore_errors=True)

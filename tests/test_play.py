@@ -74,7 +74,7 @@ def test_a_move_that_is_listed_twice_has_its_first_evaluation():
 def test_a_prompt_shows_one_to_ten_plies(nano, plies):
     pytest.importorskip('ipywidgets', reason='ipywidgets is not installed')
     from rookworld_nb.play import Partner
-    with pytest.raises(SuiteError, match=f'history_plies is {plies}'): Partner(*nano, history_plies=plies)
+    with pytest.raises(SuiteError, match=f'history_plies={plies}'): Partner(*nano, history_plies=plies)
 
 
 def test_an_answer_to_a_position_of_its_own_is_no_answer(nano, monkeypatch):
