@@ -57,8 +57,8 @@ SPACES: dict[str, tuple[str, ...]] = {
 #: What `batch` stands for.
 PAIR = ('batch_positions', 'group_size')
 #: Settings that all trials share, because they say how a trial is run and measured, and not how it learns.
-NOT_SEARCHED = ('output_dir', 'resume', 'device', 'save_every', 'keep_checkpoints', 'eval_policy', 'eval_env', 'eval_samples',
-          'eval_every', 'auto_batch_size')
+NOT_SEARCHED = ('output_dir', 'resume', 'device', 'save_every', 'keep_checkpoints', 'eval_policy', 'eval_env',
+                'eval_samples', 'eval_every', 'auto_batch_size')
 KINDS = get_type_hints(TrainConfig)
 
 
