@@ -460,12 +460,12 @@ def label(
     "Write a P: line with Stockfish's five best moves for every position; killed, the same command goes on."
     from rookworld_nb.positions import Labelling, count_moves, fen_in, label_files, policy_line
     from rookworld_nb.rules import StockfishPool
-    at_least_one(processes=processes)
     if input:
         if fens or output is None:
             raise UsageError('--input: needs --output, a new file, and no positions beside it')
         job = Labelling(str(output), shards, nodes, seed, padded, stockfish_path and str(stockfish_path))
         return emit(json.dumps(label_files(job, input, processes)))
+    at_least_one(processes=processes)
     if output and output.suffix == '.gz': raise UsageError(f'--output {output}: plain text is added to it; not .gz')
     wanted = dict.fromkeys(fen_in(line) for line in input_lines(fens, 'FENs'))
     for number, fen in enumerate(wanted, 1):

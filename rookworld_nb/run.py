@@ -412,12 +412,11 @@ def resumed_config(
         if name not in FREE and stored[name] != value:
             raise RunError(f'--{name.replace("_", "-")} {value}: the run in {folder} has {stored[name]}, and '
                            '--resume goes on with it as it is; start a new run instead')
-    own = {field.name: stored[field.name] for field in fields(TrainConfig)}
     try:
-        TrainConfig(**own)
+        own = TrainConfig(**{field.name: stored[field.name] for field in fields(TrainConfig)})
     except ValueError as error:
         raise RunError(f'--resume: {folder/"config.json"} was changed: {error}') from None
-    return TrainConfig(**own | asked | {'output_dir': str(folder), 'resume': True})
+    return replace(own, **asked | {'output_dir': str(folder), 'resume': True})
 
 
 def asked_for(

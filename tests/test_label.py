@@ -188,7 +188,7 @@ def written(output):
 @pytest.mark.parametrize('words, names', [
     ('--input in.txt', ['--input', '--output']), ('--input in.txt --output out.txt e4', ['no positions beside it']),
     ('--input nowhere.txt --output out.txt', ['nowhere.txt']), ('--input in.txt --output out.txt --shards 0', ['--shards 0', '1 to 1000']),
-    ('--input in.txt --output old.txt', ['--output old.txt', 'new file']), ('--input in.txt --output out.txt --processes 0', ['--processes', '0']),
+    ('--input in.txt --output old.txt', ['--output old.txt', 'new file']), ('--input in.txt --output out.txt --processes 0', ['--processes 0']),
     ('--input in.txt --output out.txt --stockfish-path no/engine', ['no/engine'])])
 def test_what_is_wrong_is_said_and_nothing_is_made(words, names, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
