@@ -7,9 +7,9 @@ __all__ = ['logger', 'SHIPPED', 'PUZZLES', 'OPENINGS', 'CENTRE', 'HOME_RANK', 'P
            'data_files', 'lazy_lines', 'read_lines', 'warn_malformed', 'write_lines', 'shipped', 'seen_positions',
            'shipped_positions', 'split_by_position', 'Position', 'opening_positions', 'development_weight',
            'random_play', 'random_endgame', 'generate_positions', 'LabelError', 'policy_line', 'fen_in', 'count_moves',
-           'shard_of', 'Labelling', 'locked', 'write_plan', 'labelled_in', 'plan_of', 'cut_inputs', 'label_shard',
-           'label_worker', 'told', 'merge_shards', 'clear_shards', 'label_files', 'by_task', 'prompt_pools', 'Rounds',
-           'Blend', 'is_rare', 'env_stream', 'PromptMix']
+           'shard_of', 'Labelling', 'labelled_in', 'locked', 'replacing', 'write_plan', 'plan_of', 'cut_inputs',
+           'label_shard', 'label_worker', 'told', 'merge_shards', 'clear_shards', 'label_files', 'by_task',
+           'prompt_pools', 'Rounds', 'Blend', 'is_rare', 'env_stream', 'PromptMix']
 
 # %% ../nbs/04_positions.ipynb #8bbc9c47
 import gzip
@@ -159,11 +159,9 @@ SHIPPED = ('train', 'heldout', 'stress')  # data sets that come with the package
 
 @cache
 def _shipped(name: str) -> tuple[Sample, ...]:
-    "A shipped data set, read and checked once."
-    samples, malformed = read_lines(files('rookworld_nb')/'assets'/f'{name}.txt.gz')
-    if malformed:
-        raise DataError(f'the shipped data set {name!r} is damaged: {malformed[0]}')
-    return tuple(samples)
+    "A shipped data set, read once; its lines were checked against the rules before they were shipped."
+    with text_file(files('rookworld_nb')/'assets'/f'{name}.txt.gz') as file:
+        return tuple(Sample(*split_line(line)) for line in file)
 
 
 def shipped(
@@ -429,6 +427,18 @@ class Labelling:
         "A file of a shard."
         return self.folder/f'{kind}-{shard:04d}'
 
+
+def labelled_in(
+    path: Path,  # of P: lines, perhaps cut off in the middle of one; may be absent
+) -> set[str]:   # FENs
+    "Cut off a torn last line, and say what is done."
+    if not path.exists():
+        return set()
+    with open(path, 'r+b') as file:
+        text = file.read()
+        file.truncate(text.rfind(b'\n') + 1)
+    return {line[3:].partition('M:')[0].strip() for line in text[:text.rfind(b'\n') + 1].decode().splitlines()}
+
 # %% ../nbs/04_positions.ipynb #8abb9d83
 @contextmanager
 def locked(
@@ -445,25 +455,27 @@ def locked(
             yield True
 
 
+@contextmanager
+def replacing(
+    path: Path,  # a file of which one process at a time is the writer; there or not
+) -> Iterator[Path]:  # a name beside it, to write to
+    "Have a whole file take the place of another at the end of the block; where that fails, the old one stays."
+    aside = path.with_name(f'.{path.name}.part')
+    try:
+        yield aside
+        with open(aside, 'rb') as file: os.fsync(file.fileno())
+        os.replace(aside, path)
+    finally: aside.unlink(missing_ok=True)    # there only if something above failed
+
+
 def write_plan(
     folder: Path,             # of the shards
     facts: dict[str, object], # of `plan_of`, and at the end the totals
 ) -> None:
     "Write plan.json, whole or not at all."
-    (folder/'plan.part').write_text(json.dumps(facts), encoding='utf-8')
-    os.replace(folder/'plan.part', folder/'plan.json')
+    with replacing(folder/'plan.json') as aside: aside.write_text(json.dumps(facts), encoding='utf-8')
 
 
-def labelled_in(
-    path: Path,  # of P: lines, perhaps cut off in the middle of one; may be absent
-) -> set[str]:   # FENs
-    "Cut off a torn last line, and say what is done."
-    if not path.exists():
-        return set()
-    with open(path, 'r+b') as file:
-        text = file.read()
-        file.truncate(text.rfind(b'\n') + 1)
-    return {line[3:].partition('M:')[0].strip() for line in text[:text.rfind(b'\n') + 1].decode().splitlines()}
 
 # %% ../nbs/04_positions.ipynb #c2d7b1dc
 def plan_of(
@@ -576,13 +588,11 @@ def merge_shards(
     if totals['malformed'] and not any(totals[name] for name in ('lines', 'single', 'failed')):
         shutil.rmtree(job.folder)
         raise LabelError(f'--output {output}: not written; none of the {totals["malformed"]} lines is a position')
-    aside, gone = output.with_name(f'.{output.name}.part'), Path(f'{job.folder}.done')
-    with open(aside, 'wb') as file, ExitStack() as stack:
+    gone = Path(f'{job.folder}.done')
+    with replacing(output) as aside, open(aside, 'wb') as file, ExitStack() as stack:
         whole = stack.enter_context(gzip.GzipFile('', 'wb', 6, file, 0)) if output.suffix == '.gz' else file
         for n in range(job.shards):
             with open(job.place('done', n), 'rb') as part: shutil.copyfileobj(part, whole)
-    with open(aside, 'rb') as file: os.fsync(file.fileno())
-    os.replace(aside, output)
     write_plan(job.folder, json.loads((job.folder/'plan.json').read_text(encoding='utf-8')) | {'totals': totals})
     os.replace(job.folder, gone)
     return clear_shards(gone)

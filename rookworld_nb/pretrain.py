@@ -18,7 +18,6 @@ import json
 import logging
 import math
 import multiprocessing
-import os
 import random
 import time
 from collections.abc import Iterator
@@ -35,7 +34,7 @@ from torch.nn import functional as F
 
 from .model import GPT, GPTConfig
 from .positions import (
-    Sample, by_task, random_endgame, read_lines, seen_positions, shipped_positions, write_lines)
+    Sample, by_task, random_endgame, read_lines, replacing, seen_positions, shipped_positions, write_lines)
 from .rules import InvalidFen, Stockfish, env_step, fen_key, legal_moves
 from .tasks import format_env, format_policy, parse_policy, policy_prompt, split_line
 from .weights import END_TOKEN, end_token_id, load_pretrained, save_pretrained
@@ -149,9 +148,7 @@ def _policy_shard(number: int, folder: Path, size: int, nodes: int, seed: int, m
 # %% ../nbs/11_pretrain.ipynb #4c0250be
 def _write_shard(samples: list[Sample], path: Path) -> None:
     "Write a shard in one step: the file is there complete, or not at all."
-    partial = path.with_suffix('.partial')
-    write_lines(samples, partial)
-    os.replace(partial, path)
+    with replacing(path) as aside: write_lines(samples, aside)
 
 
 def _same_settings(folder: Path, kind: str, **settings: float | str) -> None:
@@ -166,8 +163,7 @@ def _same_settings(folder: Path, kind: str, **settings: float | str) -> None:
     if not made and any(folder.glob(f'{kind}-*.txt')):
         logger.warning('%s: nobody wrote down what made its %s shards; taken for %s', folder, kind, settings)
     if settings.keys() - made:
-        path.with_suffix('.partial').write_text(json.dumps(made | settings) + '\n', encoding='utf-8')
-        os.replace(path.with_suffix('.partial'), path)
+        with replacing(path) as aside: aside.write_text(json.dumps(made | settings) + '\n', encoding='utf-8')
 
 
 def whole_shard(
@@ -766,8 +762,7 @@ def train(
 def _save_checkpoint(learner: _Learner, path: Path) -> None:
     "Write everything that continues the run, in one step; the model also as a folder that anything can load."
     save_pretrained(learner.model, learner.tokenizer, path.parent/'model')    # first: the last checkpoint ships it
-    torch.save(learner.state(), path.with_suffix('.partial'))
-    os.replace(path.with_suffix('.partial'), path)
+    with replacing(path) as aside: torch.save(learner.state(), aside)
 
 
 def _load_checkpoint(path: Path, config: PretrainConfig) -> dict:
@@ -788,9 +783,8 @@ def _load_checkpoint(path: Path, config: PretrainConfig) -> dict:
 def _cut_log(path: Path, step: int) -> None:
     "Take out what comes after the step that is gone on from, and a last line that was cut off."
     lines = path.read_bytes().split(b'\n')[:-1] if path.exists() else []
-    aside = path.with_suffix('.partial')
-    aside.write_bytes(b''.join(line + b'\n' for line in lines if json.loads(line)['step'] <= step))
-    os.replace(aside, path)
+    kept = b''.join(line + b'\n' for line in lines if json.loads(line)['step'] <= step)
+    with replacing(path) as aside: aside.write_bytes(kept)
 
 # %% ../nbs/11_pretrain.ipynb #4d7c0a38
 @torch.no_grad()
@@ -888,9 +882,7 @@ def _keep_rows(cache: Path, made_of: list[str], parts: dict[str, dict[str, Rows]
     "Write what `prepare` has made: whole, or not at all."
     arrays = {f'{part} {kind} {name}': getattr(rows, name) for part, kinds in parts.items()
               for kind, rows in kinds.items() for name in ('ids', 'offsets')}
-    partial = cache.with_suffix('.partial.npz')
-    np.savez(partial, made_of=made_of, **arrays)
-    os.replace(partial, cache)
+    with replacing(cache) as aside, open(aside, 'wb') as file: np.savez(file, made_of=made_of, **arrays)
 
 
 def _rows(samples: list[Sample], tokenizer: Tokenizer, best_first: bool) -> dict[str, Rows]:

@@ -4,11 +4,11 @@
 
 # %% auto #0
 __all__ = ['logger', 'SIGHT', 'SHOWN', 'training_samples', 'heldout_samples', 'run_folder', 'torch_device', 'both_devices',
-           'announced', 'collector_of', 'Setup', 'updates_per_batch', 'planned_work', 'trial_run', 'memory_components',
-           'profile_batches', 'choose_batch', 'examine', 'glance', 'run_summary', 'finish', 'origin_of', 'run_state',
-           'save_run', 'restore_run', 'resumed_config', 'asked_for', 'NoWriter', 'interrupted_afterwards', 'writer_of',
-           'starting_config', 'Run', 'next_row', 'write_events', 'read_events', 'levers', 'steer', 'closing_table',
-           'first_update_line', 'train']
+           'open_engine', 'announced', 'collector_of', 'Setup', 'updates_per_batch', 'planned_work', 'trial_run',
+           'memory_components', 'profile_batches', 'choose_batch', 'examine', 'glance', 'run_summary', 'finish',
+           'origin_of', 'run_state', 'save_run', 'restore_run', 'resumed_config', 'asked_for', 'NoWriter',
+           'interrupted_afterwards', 'alone_in', 'check_settled', 'writer_of', 'starting_config', 'Run', 'next_row',
+           'write_events', 'read_events', 'levers', 'steer', 'closing_table', 'first_update_line', 'train']
 
 # %% ../nbs/21_run.ipynb #b15f4c93
 import copy
@@ -20,7 +20,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import asdict, fields, replace
 from functools import partial
 from pathlib import Path
@@ -44,7 +44,7 @@ from .hardware import (
 from .model import GPT
 from .monitor import RunWriter, read_metrics, save_reward_curve, write_atomic
 from .positions import (
-    DataError, PromptMix, Sample, by_task, read_lines, seen_positions, shipped, warn_malformed)
+    DataError, PromptMix, Sample, by_task, locked, read_lines, seen_positions, shipped, warn_malformed)
 from .rewards import PatientEngine, RewardScorer, engine_questions
 from .rules import Stockfish
 from .trainer import Trainer, restore_trainer, trainer_state
@@ -67,8 +67,11 @@ def training_samples(
     if not samples:
         raise DataError(f'--data {config.data}: no usable P: or A: line')
     taken = seen_positions(heldout)    # an answer, too, may show what another prompt asks
-    samples = [sample for sample in samples if not seen_positions([sample]) & taken]
-    if not samples:
+    apart = [sample for sample in samples if not seen_positions([sample]) & taken]
+    if len(apart) < len(samples):
+        logger.warning('--data %s: %d of %d lines show positions of the evaluation, and are left out', config.data,
+                       len(samples) - len(apart), len(samples))
+    if not (samples := apart):
         raise DataError(f'--data {config.data}: all its positions are those of the evaluation')
     if config.max_positions is not None:
         samples = [sample for some in by_task(samples).values() for sample in some[:config.max_positions]]
@@ -101,14 +104,15 @@ def run_folder(
             raise RunError(f'--resume: no run in {given or root}; a run folder holds a config.json')
         return max(runs, key=lambda path: max(file.stat().st_mtime for file in path.glob('[cm]*.json*')))
     folder = Path(given) if given else root/f'{time.strftime("train-%Y%m%d-%H%M%S")}-{os.getpid()}'
-    if any((folder/name).exists() for name in ('config.json', 'events.jsonl')) or checkpoints_of(folder):
+    written = any((folder/name).exists() for name in ('config.json', 'metrics.jsonl', 'events.jsonl'))
+    if written or checkpoints_of(folder):
         raise RunError(f'--output-dir {folder}: holds a run already; give a new folder, or --resume to go on with it')
     above = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not above.is_dir() or not os.access(above, os.W_OK):
         raise RunError(f'--output-dir {folder}: {above} is no folder that can be written to; give another one')
     return folder
 
-
+# %% ../nbs/21_run.ipynb #6ea7c3f1
 def torch_device(
     name: str,  # 'auto', 'cpu', 'cuda', 'cuda:1', ...
     ranks: Ranks = ALONE,  # of several processes each takes the GPU of its own number
@@ -125,9 +129,10 @@ def torch_device(
         return 'cuda' if torch.cuda.is_available() else 'cpu'
     try:
         torch.zeros(1, device=name).tolist()
-    except (RuntimeError, AssertionError, NotImplementedError):
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
         here = ['auto', 'cpu'] + [f'cuda:{i}' for i in range(torch.cuda.device_count())]
-        raise RunError(f'{flag} {name}: cannot be used here; valid: {", ".join(here)}') from None
+        why, *_ = str(error).splitlines() or ['']
+        raise RunError(f'{flag} {name}: cannot be used here ({why}); valid: {", ".join(here)}') from None
     return name
 
 # %% ../nbs/21_run.ipynb #8cdfbdc3
@@ -142,6 +147,18 @@ def both_devices(
     return policy, torch_device(config.reference_device, ranks, '--reference-device')
 
 # %% ../nbs/21_run.ipynb #6f5a0e3f
+def open_engine(
+    config: TrainConfig,  # stockfish_path
+    undo: ExitStack,      # of what is begun: closes the engine if it is not emptied
+) -> Stockfish | None:
+    "Start the engine that a run asks for."
+    if config.stockfish_path is None:
+        return None
+    engine = undo.enter_context(Stockfish(config.stockfish_path))
+    logger.info('Engine: %s', engine.name)
+    return engine
+
+
 def announced(
     batches: Iterable[list[Sample]],  # of prompts
     group_size: int,                  # completions of each
@@ -180,13 +197,14 @@ class Setup:
         self.ranks, self.folder = ranks, ranks.gather(run_folder(config))[0]
         self.heldout = heldout_samples(config)
         self.samples = training_samples(config, self.heldout)
-        self.engine = None if config.stockfish_path is None else Stockfish(config.stockfish_path)
-        if self.engine: logger.info('Engine: %s', self.engine.name)    # one that is none is said now
-        self.model, self.tokenizer = load_pretrained(config.model, device)
-        self.reference = copy.deepcopy(self.model).requires_grad_(False).to(elsewhere)
-        self.hardware = use_hardware(config, device)    # one line that says how the machine is used
-        for model in (self.model, self.reference): prepare_model(model, config)
-        self.assemble(config.for_size(sum(parameter.numel() for parameter in self.model.parameters())))
+        with ExitStack() as undo:    # an engine does not outlive what fails after it
+            self.engine = open_engine(config, undo)
+            self.model, self.tokenizer = load_pretrained(config.model, device)
+            self.reference = copy.deepcopy(self.model).requires_grad_(False).to(elsewhere)
+            self.hardware = use_hardware(config, device)    # one line that says how the machine is used
+            for model in (self.model, self.reference): prepare_model(model, config)
+            self.assemble(config.for_size(sum(parameter.numel() for parameter in self.model.parameters())))
+            undo.pop_all()
 
     def assemble(
         self,
@@ -365,7 +383,7 @@ def save_run(
         return    # what can be gone on from is not replaced by what cannot
     state = run_state(run) if run.settled else None
     write_checkpoint(run.folder/name, run.model, run.tokenizer, state, run.profiles)
-    done = [path for path in checkpoints_of(run.folder) if checkpoint_step(path) <= run.trainer.step]
+    done = [path for path in checkpoints_of(run.folder) if run.settled and checkpoint_step(path) <= run.trainer.step]
     for old in done[:-run.config.keep_checkpoints]:    # one with a higher number is broken: it was passed over
         shutil.rmtree(old)
 
@@ -377,6 +395,7 @@ def restore_run(
     if run.ranks.first: put_back(run.folder)
     run.ranks.gather(None)    # nobody looks before that is done
     if (found := newest_checkpoint(run.folder)) is None:
+        logger.warning('no checkpoint in %s yet: the run begins again', run.folder)
         return
     path, state = found
     for name, what in (('reference', f'--model {run.config.model}'), ('data', f'--data {run.config.data}')):
@@ -406,6 +425,8 @@ def resumed_config(
         stored |= json.loads((folder/'config.json').read_text(encoding='utf-8'))
     except (ValueError, TypeError) as error:
         raise RunError(f'--resume: {folder/"config.json"} is not JSON with settings: {error}') from None
+    if strange := sorted(stored.keys() - {field.name for field in fields(TrainConfig)}):
+        raise RunError(f'--resume: {folder/"config.json"} is not of a run, which has no {", ".join(strange[:3])}')
     for name, value in asked.items():
         if name not in stored:
             raise RunError(f'{name}: no such setting')
@@ -467,13 +488,42 @@ def interrupted_afterwards() -> Iterator[None]:
     if pressed: raise KeyboardInterrupt
 
 # %% ../nbs/21_run.ipynb #aa8949a2
+@contextmanager
+def alone_in(
+    folder: Path,  # of a run, made if absent
+) -> Iterator[None]:
+    "Refuse a folder in which a run is going on; the lock ends with its process, however that ends."
+    folder.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        try: mine = stack.enter_context(locked(folder/'.lock'))
+        except (ImportError, OSError) as error:    # Windows, and some file systems of a network
+            logger.warning('%s: cannot be locked (%s); see to it that no other run goes on there', folder, error)
+            mine = True
+        if not mine:
+            raise RunError(f'--output-dir {folder}: a run is going on there, in another process or in a loop that was '
+                           'not left; stop it first')
+        yield
+
+
+def check_settled(
+    run: 'Run',  # about to be gone on with
+) -> None:
+    "Refuse to go on from the middle of a step."
+    if not run.settled:
+        raise RunError(f'a step was broken off: go on with a new Run, --resume and --output-dir {run.folder}')
+
+# %% ../nbs/21_run.ipynb #af9073e4
 def writer_of(
     run: 'Run',  # about to start
 ) -> RunWriter | NoWriter:
     "What keeps the run folder, on the process that writes."
     if not run.ranks.first:
         return NoWriter()
-    if not (run.config.resume or run.trainer.step) and (run.folder/'config.json').exists():
+    if run.config.resume:
+        sweep(run.folder)
+        cut_logs(run.folder, run.trainer.step)
+        write_events(run.folder, run.events)
+    elif not run.trainer.step and (run.folder/'config.json').exists():
         raise RunError(f'--output-dir {run.folder}: another run has begun there in the meantime; give a new folder')
     return RunWriter(run.folder, asdict(run.config), run.prompts.batch_positions)
 
@@ -504,32 +554,31 @@ class Run(Setup):
         self.events: list[dict[str, Any]] = []    # what was done by hand, in order
         self.profiles = None    # of memory, where the size of the batch was searched for
         self.settled = True     # between two steps, where a checkpoint can be gone on from
-        self.origin = origin_of(self)
-        if self.config.resume: restore_run(self)
-        elif self.config.auto_batch_size: choose_batch(self)
-        if ranks.size > 1:
-            agree(ranks, config=asdict(self.config), step=self.trainer.step, **self.origin,
-                  weights=fingerprint(model_bytes(self.model)))
+        with ExitStack() as undo:
+            undo.callback(self.close)
+            self.origin = origin_of(self)
+            if self.config.resume: restore_run(self)
+            elif self.config.auto_batch_size: choose_batch(self)
+            if ranks.size > 1:
+                agree(ranks, config=asdict(self.config), step=self.trainer.step, **self.origin,
+                      weights=fingerprint(model_bytes(self.model)))
+            undo.pop_all()
 
     def steps(
         self,
         writers: Sequence = (),  # others that take each row, with `log(metrics)`
     ) -> Iterator[dict[str, float]]:  # metrics by name, one row per optimiser step
         "Train, and write everything down as it happens; the final checkpoint is written however the loop ends."
-        if not self.settled:
-            raise RunError(f'a step was broken off: go on with a new Run, --resume and --output-dir {self.folder}')
-        if self.config.resume and self.ranks.first:
-            sweep(self.folder)
-            cut_logs(self.folder, self.trainer.step)
-            write_events(self.folder, self.events)
-        with writer_of(self) as writer:
+        check_settled(self)
+        with alone_in(self.folder) if self.ranks.first else nullcontext(), writer_of(self) as writer:
             source = self.trainer.run(self.buffer)
             try:
                 while (metrics := next_row(self, source, writer, writers)) is not None:
                     yield metrics
             finally:
-                save_run(self, 'final_checkpoint')
-                if self.ranks.first: save_reward_curve(read_metrics(self.folder), self.folder/'reward.png')
+                with interrupted_afterwards():
+                    save_run(self, 'final_checkpoint')
+                    if self.ranks.first: save_reward_curve(read_metrics(self.folder), self.folder/'reward.png')
 
 # %% ../nbs/21_run.ipynb #e3f20aab
 def next_row(
@@ -545,8 +594,9 @@ def next_row(
             run.settled = True
             return None
         step, every = run.trainer.step, run.config.eval_every
-        if every and step % every == 0: metrics |= glance(run)
-        run.settled, run.console = True, writer.log(metrics)
+        try:
+            if every and step % every == 0: metrics |= glance(run)
+        finally: run.settled, run.console = True, writer.log(metrics)    # the step is whole, with its look or without
         for other in others: other.log(metrics)
         if run.buffer.newest is not before: writer.table(step, run.buffer.newest.table)
         if run.trainer.broken is not None: writer.table(step, run.trainer.broken, 'skipped')
@@ -592,6 +642,7 @@ def steer(
     value: float | None = None,   # of a lever: kl_coef 0 or more (adaptive: within its bounds), lr_scale above 0
 ) -> str:                         # what was done, for whoever asked
     "Fulfil a wish and write it down; holding during a pause is the caller's part."
+    check_settled(run)
     step, now = run.trainer.step, levers(run)
     if wish not in (*now, 'checkpoint', 'pause', 'resume', 'stop'):
         raise RunError(f'{wish!r} cannot be done by hand; valid: {", ".join(now)}, checkpoint, pause, resume, stop')
@@ -658,8 +709,10 @@ def train(
                 say(run.console)
                 bar.update()
         except KeyboardInterrupt:
-            where = f'after step {run.trainer.step}' if run.settled else 'in the middle of a step'
-            say(f'stopped {where}; run folder: {run.folder}, --resume goes on with it')
+            where, kept = f'after step {run.trainer.step}', run.trainer.step
+            if not run.settled:
+                where, kept = 'in the middle of a step', max([0, *map(checkpoint_step, checkpoints_of(run.folder))])
+            say(f'stopped {where}; run folder: {run.folder}, --resume goes on after step {kept}')
             raise
     say(f'{run.trainer.stop_reason}; run folder: {run.folder}')
     if before is None: return finish(run)

@@ -8,9 +8,9 @@ __all__ = ['logger', 'SPACES', 'PAIR', 'NOT_SEARCHED', 'KINDS', 'READERS', 'FALL
            'kinds_of', 'setting_value', 'read_dimension', 'fields_of', 'settings_at', 'read_space', 'Search',
            'trial_config', 'space_words', 'check_search', 'hopeless', 'Verdict', 'verdict_of', 'judged_task',
            'examine_run', 'train_trial', 'run_trial', 'suggest', 'connect', 'open_study', 'is_lost', 'by_ticket',
-           'is_given_up', 'reissue', 'study_facts', 'deal', 'outcome_of', 'TakenTwice', 'claim', 'attempt', 'trials_of',
-           'work', 'tables_of', 'run_search', 'stop', 'trial_table', 'listed', 'labels_of', 'success_rates',
-           'importance', 'why_failed', 'best_of', 'search_report', 'plot_success', 'plot_slices']
+           'is_given_up', 'reissue', 'study_facts', 'deal', 'outcome_of', 'TakenTwice', 'claim', 'attempt', 'is_done',
+           'trials_of', 'work', 'tables_of', 'run_search', 'stop', 'trial_table', 'listed', 'labels_of',
+           'success_rates', 'importance', 'why_failed', 'best_of', 'search_report', 'plot_success', 'plot_slices']
 
 # %% ../nbs/24_scale.ipynb #2a2efdb5
 import logging
@@ -505,6 +505,13 @@ def attempt(
     return verdict.gain
 
 # %% ../nbs/24_scale.ipynb #9f705cd5
+def is_done(
+    trials: Sequence,  # all of a ticket
+) -> bool:
+    "Whether nobody need do it any more."
+    return 'ended' in trials[-1].user_attrs or is_given_up(trials)
+
+
 def trials_of(
     search: Search,  # what to do
     study,           # an optuna.Study, its tickets written down
@@ -512,17 +519,16 @@ def trials_of(
     "Do trials until the study is done; a worker whose starter is gone stops after the one at hand."
     optuna, starter = optional_module('optuna', 'search'), parent_process()
     while starter is None or starter.is_alive():
-        states = {trial.state.name for trial in study.get_trials(deepcopy=False)}
-        if 'WAITING' in states:
+        if not (left := [trials for trials in by_ticket(study).values() if not is_done(trials)]):
+            return
+        if any(trials[-1].state.name == 'WAITING' for trials in left):
             with suppress(TakenTwice):
                 study.optimize(partial(attempt, search), n_trials=1, catch=(Exception,))
                 yield
-        elif 'RUNNING' in states:
+        else:
             time.sleep(POLL)
             with warnings.catch_warnings(action='ignore', category=optuna.exceptions.ExperimentalWarning):
                 optuna.storages.fail_stale_trials(study)
-        else:
-            return
         reissue(study)
 
 

@@ -11,6 +11,7 @@ __all__ = ['MAX_MOVES', 'HISTORY_PLIES', 'FIELD_WIDTHS', 'TaskFormatError', 'is_
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 # %% ../nbs/02_tasks.ipynb #bdf869a5
@@ -41,10 +42,11 @@ def is_fen(
     "Whether `text` has the shape of a FEN."
     board, _, state = text.partition(' ')
     ranks = board.split('/')
-    if len(ranks) != 8 or not all(_RANK.fullmatch(r) and _rank_width(r) == 8 for r in ranks): return False
-    return not strict or _STATE.fullmatch(state) is not None
+    return len(ranks) == 8 and all(map(_is_rank, ranks)) and (not strict or _STATE.fullmatch(state) is not None)
 
-def _rank_width(rank:str)->int: return sum(int(c) if c.isdigit() else 1 for c in rank)
+@lru_cache(maxsize=4096)    # most ranks come again and again
+def _is_rank(text:str)->bool:
+    return _RANK.fullmatch(text) is not None and sum(int(c) if c.isdigit() else 1 for c in text) == 8
 
 # %% ../nbs/02_tasks.ipynb #f5312ca6
 def _check_fen(fen:str)->str:
@@ -256,11 +258,11 @@ def split_line(
 )->tuple[str, str]:   # prompt, completion; a P: completion starts with the spaces after the FEN
     "Cut a training line where the model takes over."
     line = _first_line(line)
-    task, policy, env = task_of(line), parse_policy(line), parse_env(line)
-    complete = policy.fen is not None and policy.has_form() if task == 'P' else env.well_formed
+    read = parse_policy(line) if (task := task_of(line)) == 'P' else parse_env(line)
+    complete = read.fen is not None and read.has_form() if task == 'P' else read.well_formed
     try:
         if not complete: raise TaskFormatError('a part is missing or unreadable')
-        if task == 'P': return policy_prompt(policy.fen), line[len(line[:line.index('M:')].rstrip()):]
-        _check_fen(env.new_fen)
-        return env_prompt(env.fen, env.uci, env.history), line.split('+', 3)[3]
+        if task == 'P': return policy_prompt(read.fen), line[len(line[:line.index('M:')].rstrip()):]
+        _check_fen(read.new_fen)
+        return env_prompt(read.fen, read.uci, read.history), line.split('+', 3)[3]
     except TaskFormatError as error: raise TaskFormatError(f"not a complete {task}: line: {line!r} ({error})") from None

@@ -1,16 +1,23 @@
 "Beside 20_checkpoint: kills at any moment, and files that are not what was written."
+import errno
 import os
+import resource
 import shutil
+import signal
 
 import numpy as np
 import pytest
+import torch
 
-from rookworld_nb.checkpoint import CheckpointError, first_whole, read_checkpoint, sweep, write_checkpoint
-from rookworld_nb.weights import load_pretrained
+from rookworld_nb import checkpoint
+from rookworld_nb.buffer import CountingTask, counting_policy
+from rookworld_nb.checkpoint import CheckpointError, first_whole, newest_checkpoint, put_back, read_checkpoint, sweep, write_checkpoint
+
+PARTS = counting_policy(steps=0), CountingTask().tokenizer    # a model of some kilobytes
 
 
 def test_a_kill_while_a_checkpoint_is_replaced_leaves_a_whole_one_or_none(tmp_path, monkeypatch):
-    folder, parts = tmp_path/'final_checkpoint', load_pretrained('nano')
+    folder = tmp_path/'final_checkpoint'
     steps = 0    # folders renamed or taken away before the kill
     def dying(work):
         def step(path, *rest, **options):
@@ -24,22 +31,23 @@ def test_a_kill_while_a_checkpoint_is_replaced_leaves_a_whole_one_or_none(tmp_pa
     while killed:
         shutil_rmtree(tmp_path)
         tmp_path.mkdir()
-        write_checkpoint(folder, *parts, {'age': 'old'})
+        write_checkpoint(folder, *PARTS, {'age': 'old'})
         left = steps
         monkeypatch.setattr('rookworld_nb.checkpoint.shutil.rmtree', dying(shutil_rmtree))
         monkeypatch.setattr('rookworld_nb.checkpoint.os.replace', dying(os_replace))
-        try: write_checkpoint(folder, *parts, {'age': 'new'})
+        try: write_checkpoint(folder, *PARTS, {'age': 'new'})
         except KeyboardInterrupt: killed = True
         else: killed = False
         monkeypatch.undo()
-        assert not folder.exists() or read_checkpoint(folder)['age'] in ('old', 'new')
+        put_back(tmp_path)
+        assert read_checkpoint(folder)['age'] in ('old', 'new')
         steps += 1
     assert steps > 2 and read_checkpoint(folder) == {'age': 'new'} and [path.name for path in tmp_path.iterdir()] == [folder.name]
 
 
 def test_every_file_is_looked_at_and_named(tmp_path):
     folder = tmp_path/'checkpoint-1'
-    write_checkpoint(folder, *load_pretrained('nano'), {'trainer': {'step': 1}})
+    write_checkpoint(folder, *PARTS, {'trainer': {'step': 1}})
     for path in sorted(folder.iterdir()):
         content = path.read_bytes()
         path.write_bytes(content[:-2])
@@ -50,13 +58,45 @@ def test_every_file_is_looked_at_and_named(tmp_path):
 
 def test_what_is_more_than_plain_values_is_passed_over(tmp_path):
     for step, value in ((1, 1.), (2, np.float64(1.))):
-        write_checkpoint(tmp_path/f'checkpoint-{step}', *load_pretrained('nano'), {'value': value})
+        write_checkpoint(tmp_path/f'checkpoint-{step}', *PARTS, {'value': value})
     with pytest.raises(CheckpointError, match='plain values'): read_checkpoint(tmp_path/'checkpoint-2')
     assert first_whole([tmp_path/'checkpoint-2', tmp_path/'checkpoint-1'])[0].name == 'checkpoint-1'
 
 
 def test_what_a_kill_left_half_written_is_swept_away(tmp_path):
-    write_checkpoint(tmp_path/'checkpoint-1', *load_pretrained('nano'), {'step': 1})
+    for step in (1, 3): write_checkpoint(tmp_path/f'checkpoint-{step}', *PARTS, {'step': step})
     for name in ('.checkpoint-2.part', '..checkpoint-2.part.77.partial', '.checkpoint-1.old'): (tmp_path/name/'in').mkdir(parents=True)
+    (tmp_path/'checkpoint-3').rename(tmp_path/'.checkpoint-3.old')    # killed between the two renamings
+    (tmp_path/'.report.html.77.part').touch()    # another process writes it
     sweep(tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {'checkpoint-1', '.checkpoint-1.old'}
+    assert {path.name for path in tmp_path.iterdir()} == {'checkpoint-1', 'checkpoint-3', '.report.html.77.part'}
+    assert read_checkpoint(tmp_path/'checkpoint-3') == {'step': 3}
+
+
+@pytest.mark.parametrize('large', ['trainer.pt', 'model.safetensors'])
+def test_a_full_disk_is_named_and_leaves_the_old_checkpoint_alone(tmp_path, large):
+    "No file may be larger than 100 kB; the old checkpoint is under its spare name, as after a kill between the renamings."
+    folder, other, state = tmp_path/'final_checkpoint', counting_policy(steps=0), {'age': 'new'}
+    write_checkpoint(folder, *PARTS, {'age': 'old'})
+    folder.rename(tmp_path/'.final_checkpoint.old')
+    if large == 'trainer.pt': state['much'] = torch.zeros(50_000)
+    else: other.wte.weight = torch.nn.Parameter(torch.zeros(50_000, other.cfg.n_embd))
+    limits, ignored = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    try:
+        with pytest.raises(CheckpointError, match=f'final_checkpoint: cannot be written: .*{os.strerror(errno.EFBIG)}'):
+            write_checkpoint(folder, other, PARTS[1], state)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert [path.name for path in tmp_path.iterdir()] == [folder.name] and read_checkpoint(folder) == {'age': 'old'}
+
+
+def test_of_several_checkpoints_only_those_that_may_be_the_newest_are_read(tmp_path, monkeypatch):
+    for name, step in (('checkpoint-2', 2), ('checkpoint-4', 4), ('final_checkpoint', 5)):
+        write_checkpoint(tmp_path/name, *PARTS, {'trainer': {'step': step}, 'events': []})
+    read = []
+    monkeypatch.setattr(checkpoint, 'read_checkpoint', lambda folder: (read.append(folder.name), read_checkpoint(folder))[1])
+    assert newest_checkpoint(tmp_path)[0].name == 'final_checkpoint' and read == ['final_checkpoint']
+    write_checkpoint(tmp_path/'checkpoint-6', *PARTS, {'trainer': {'step': 6}, 'events': []})
+    assert newest_checkpoint(tmp_path)[0].name == 'checkpoint-6'

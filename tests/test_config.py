@@ -20,7 +20,8 @@ from rookworld_nb.rewards import RewardTerms
     (dict(eval_every=2, eval_policy=0, eval_env=0), '--eval-every 2: .*--eval-policy'), (dict(clip_range=2.), '--clip-range 2.0'),
     (dict(buffer_capacity=0), '--buffer-capacity 0'), (dict(max_new_tokens=0), '--max-new-tokens 0'), (dict(baseline_type='mean'), '--baseline-type mean.*group_mean'),
     (dict(reward_shaping='nice'), '--reward-shaping nice.*ladder'), (dict(micro_batch_size=3), '--micro-batch-size 3'),
-    (dict(minibatch_positions=6), 'minibatch_positions=6')])
+    (dict(minibatch_positions=6), 'minibatch_positions=6'), (dict(gae_lambda=.5), '--gae-lambda 0.5: of no use without --use-gae'),
+    (dict(kl_warmup_factor=.5), '--kl-warmup-factor 0.5: of no use without --kl-warmup-steps')])
 def test_bad_settings_are_refused_at_once(changes, message):
     with pytest.raises(ValueError, match=message):
         TrainConfig(**{'batch_positions': 5, 'group_size': 4, 'replays': 2} | changes)
@@ -29,7 +30,7 @@ def test_bad_settings_are_refused_at_once(changes, message):
 @pytest.mark.parametrize(('changes', 'said'), [
     ({'steps': True}, '--steps True: must be int'), ({'lr': np.float64(1e-4)}, 'must be float | None'), ({'seed': -1}, '--seed -1'), ({'seed': 2**32}, '--seed 4294967296'),
     ({'batch_positions': 0}, '--batch-positions 0: must be at least 1'), ({'steps': 2.5}, '--steps 2.5: must be int'), ({'seed': 1.5}, '--seed 1.5: must be int'),
-    ({'mix_env_ratio': None}, '--mix-env-ratio None: must be float'), ({'lr': '1e-4'}, "--lr '1e-4': must be float | None"), ({'bf16': 'no'}, "--bf16 'no': must be bool")])
+    ({'rank_timeout': '600'}, "--rank-timeout '600': must be float"), ({'mix_env_ratio': None}, '--mix-env-ratio None: must be float'), ({'lr': '1e-4'}, "--lr '1e-4': must be float | None"), ({'bf16': 'no'}, "--bf16 'no': must be bool")])
 def test_values_of_another_kind_are_refused_when_the_configuration_is_made(changes, said):
     with pytest.raises(RunError, match=re.escape(said)): TrainConfig(**changes)
     assert TrainConfig(lr=1, kl_coef=0).lr == 1    # a whole number is a number

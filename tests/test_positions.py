@@ -2,6 +2,7 @@
 import gzip
 import random
 from collections import Counter
+from importlib.resources import files
 
 import chess
 import pytest
@@ -99,6 +100,7 @@ def test_split_does_not_depend_on_order():
 
 def test_shipped_sets_are_disjoint_by_position_and_right():
     train, heldout, stress = map(shipped, SHIPPED)
+    for name in SHIPPED: assert read_lines(files('rookworld_nb')/'assets'/f'{name}.txt.gz') == (shipped(name), [])
     assert not seen_positions(train) & {fen_key(s.fen) for s in heldout} and not seen_positions(train) & seen_positions(stress)
     for sample in heldout + stress + train[::25]:
         if sample.task == 'A':

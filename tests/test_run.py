@@ -19,7 +19,7 @@ import torch
 import transformers
 
 import rookworld_nb.trainer
-from rookworld_nb.checkpoint import CheckpointError, checkpoints_of, newest_checkpoint, read_checkpoint
+from rookworld_nb.checkpoint import CheckpointError, checkpoints_of, newest_checkpoint, read_checkpoint, write_checkpoint
 from rookworld_nb.config import BY_SIZE, OPEN, RunError, TrainConfig
 from rookworld_nb.monitor import read_metrics
 from rookworld_nb.positions import by_task, shipped, write_lines
@@ -28,7 +28,7 @@ from rookworld_nb.rules import EngineNotFound, Stockfish, fen_key, find_stockfis
 from rookworld_nb.run import (Run, closing_table, examine, heldout_samples, levers, planned_work, read_events, resumed_config, run_state, save_run, steer, train,
                               training_samples, trial_run)
 from rookworld_nb.tasks import parse_env
-from rookworld_nb.weights import load_pretrained, save_pretrained
+from rookworld_nb.weights import ModelNameError, load_pretrained, save_pretrained
 
 SHORT = TrainConfig(replays=2, steps=4, batch_positions=5, group_size=4, eval_policy=6, eval_env=3, eval_samples=2, save_every=2, warmup_steps=1,
                     temperature=.7, device='cpu')
@@ -110,6 +110,26 @@ def test_two_runs_never_share_a_folder(tmp_path):
     assert len(rows_of(tmp_path/'run')) == 1
 
 
+def test_a_run_that_is_going_on_is_left_alone(tmp_path):
+    folder = tmp_path/'run'
+    going = Run(replace(TINY, output_dir=str(folder))).steps()
+    next(going), next(going), next(going)
+    other = Run(resumed_config(output_dir=str(folder)))
+    for second in (other, Run(resumed_config(output_dir=str(folder)))):
+        with pytest.raises(RunError, match='a run is going on there'): next(second.steps())
+    assert next(going)['step'] == 4 and len(rows_of(folder)) == 4
+    going.close()
+    assert next(Run(resumed_config(output_dir=str(folder))).steps())['step'] == 5
+
+
+def test_a_folder_that_is_no_run_is_not_gone_on_with(finished, tmp_path):
+    folder = shutil.copytree(finished[1]/'final_checkpoint', tmp_path/'model')
+    with pytest.raises(RunError, match='config.json is not of a run, .*architectures'): resumed_config(output_dir=str(folder))
+    (tmp_path/'old').mkdir()
+    (tmp_path/'old'/'metrics.jsonl').write_text('{"step": 1}\n')
+    with pytest.raises(RunError, match='holds a run already'): Run(replace(TINY, output_dir=str(tmp_path/'old')))
+
+
 def test_the_plan_counts_what_is_sampled(tmp_path):
     for number, (changes, text) in enumerate((({'minibatch_positions': 4}, '3 on each of 3 batches of 6 prompts'), ({'max_age': 1}, '1 on each of 7 batches'))):
         run = Run(replace(TINY, steps=7, batch_positions=6, buffer_capacity=1, output_dir=str(tmp_path/f'run-{number}'), **changes))
@@ -123,10 +143,11 @@ def test_a_folder_with_a_run_is_refused(finished):
         Run(replace(SHORT, output_dir=str(finished[1])))
 
 
-def test_heldout_positions_never_reach_training(tmp_path):
+def test_heldout_positions_never_reach_training(tmp_path, caplog):
     heldout = heldout_samples(SHORT)
     write_lines(shipped('heldout')[:50] + shipped('train')[:50] + shipped('train')[-50:], tmp_path/'mixed.txt')
     samples = training_samples(replace(SHORT, data=str(tmp_path/'mixed.txt')), heldout)
+    assert f'{150 - len(samples)} of 150 lines show positions of the evaluation' in caplog.text
     assert len(samples) < 150 and not {fen_key(s.fen) for s in samples} & {fen_key(s.fen) for s in heldout}
 
 
@@ -393,7 +414,7 @@ def test_a_kill_between_two_renamings_loses_no_checkpoint(tmp_path, monkeypatch)
 
 
 def test_only_the_newest_checkpoints_are_kept(whole):
-    assert [path.name for path in checkpoints_of(whole)] == ['checkpoint-4', 'checkpoint-6'] and not list(whole.glob('.*'))
+    assert [path.name for path in checkpoints_of(whole)] == ['checkpoint-4', 'checkpoint-6'] and [path.name for path in whole.glob('.*')] == ['.lock']
 
 
 def test_a_lever_moved_after_the_last_checkpoint_is_not_forgotten(tmp_path):
@@ -445,6 +466,8 @@ def test_an_interrupted_step_is_not_gone_on_with(whole, tmp_path, monkeypatch):
         next(generator)
     monkeypatch.undo()
     assert (folder/'final_checkpoint'/'model.safetensors').exists() and not (folder/'final_checkpoint'/'trainer.pt').exists()
+    with pytest.raises(RunError, match='a step was broken off'): steer(run, 'checkpoint')    # it would take the place of one that is whole
+    assert [path.name for path in checkpoints_of(folder)] == ['checkpoint-2']
     list(Run(resumed_config(output_dir=str(folder))).steps())
     assert contents(folder) == contents(whole)
 
@@ -468,6 +491,46 @@ def test_ctrl_c_waits_for_the_step_and_loses_nothing(whole, tmp_path, monkeypatc
     assert len(steps) == 2 and len(rows_of(folder)) == 3 and newest_checkpoint(folder)[1]['trainer']['step'] == 3
     list(Run(resumed_config(output_dir=str(folder))).steps())
     assert contents(folder) == contents(whole) and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.usefixtures('interruptible')
+def test_ctrl_c_waits_for_the_final_checkpoint(tmp_path, monkeypatch):
+    def press(*rest):
+        os.kill(os.getpid(), signal.SIGINT)
+        write_checkpoint(*rest)
+    monkeypatch.setattr('rookworld_nb.run.write_checkpoint', press)
+    with pytest.raises(KeyboardInterrupt): list(Run(replace(TINY, steps=1, output_dir=str(tmp_path/'run'))).steps())
+    assert newest_checkpoint(tmp_path/'run')[1]['trainer']['step'] == 1 and (tmp_path/'run'/'reward.png').exists()
+
+
+def test_a_look_that_fails_costs_no_step(tmp_path, monkeypatch):
+    config = replace(TINY, output_dir=str(tmp_path/'run'), eval_policy=2, eval_every=1)
+    run = Run(config)
+    monkeypatch.setattr('rookworld_nb.run.glance', lambda run: 1/0)
+    with pytest.raises(ZeroDivisionError): next(run.steps())
+    assert run.settled and len(rows_of(run.folder)) == 1 and newest_checkpoint(run.folder)[1]['trainer']['step'] == 1
+
+
+@pytest.mark.usefixtures('interruptible')
+def test_where_a_broken_run_goes_on_is_said(tmp_path, monkeypatch, capsys, caplog):
+    def twice(*rest):
+        for _ in range(2): os.kill(os.getpid(), signal.SIGINT)
+    monkeypatch.setattr('rookworld_nb.trainer.take_step', twice)
+    with pytest.raises(KeyboardInterrupt): train(replace(TINY, output_dir=str(tmp_path/'run')))
+    assert 'stopped in the middle of a step' in (said := capsys.readouterr().out) and 'goes on after step 0' in said
+    Run(resumed_config(output_dir=str(tmp_path/'run')))
+    assert 'no checkpoint' in caplog.text and 'begins again' in caplog.text
+
+
+def test_an_engine_does_not_outlive_a_failure(tmp_path, monkeypatch):
+    class Engine:
+        name, closed = 'an engine', []
+        def __init__(self, path): pass
+        def __enter__(self): return self
+        def __exit__(self, *error): self.closed.append(self)
+    monkeypatch.setattr('rookworld_nb.run.Stockfish', Engine)
+    with pytest.raises(ModelNameError): Run(replace(TINY, stockfish_path='x', model='/no/such', output_dir=str(tmp_path/'run')))
+    assert len(Engine.closed) == 1
 
 
 @pytest.mark.usefixtures('interruptible')

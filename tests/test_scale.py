@@ -26,7 +26,7 @@ from rookworld_nb.scale import (Choices, Search, SearchError, Span, TakenTwice, 
                                 trial_config, trial_table, trials_of, verdict_of, why_failed, work)
 from rookworld_nb.weights import load_pretrained
 
-pytest.importorskip('optuna')
+optuna = pytest.importorskip('optuna')
 
 
 def tiny(tmp_path, lines, **more):
@@ -274,6 +274,16 @@ def stubbed(tmp_path, monkeypatch):
     return search, study
 
 
+def test_a_worker_does_not_leave_a_ticket_that_is_lost_and_not_yet_issued_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(scale, 'run_trial', lambda *_: verdict_of(.1, .01))
+    monkeypatch.setattr(scale, 'POLL', .01)
+    study = open_study(search := Search({'output_dir': str(tmp_path/'study')}, ('lr=1e-5',)))
+    deal(study, search)
+    study.tell(study.ask(), state=optuna.trial.TrialState.FAIL)    # its worker was killed, and another one has just seen it
+    for _ in trials_of(search, study): pass
+    assert trial_table(study, search)['outcome'].tolist() == ['success']
+
+
 def test_an_interrupted_ticket_is_issued_again(stubbed):
     search, study = stubbed
     work(search, 1)
@@ -464,7 +474,7 @@ def test_a_trial_that_two_processes_took_is_done_by_one(tmp_path, monkeypatch):
         claim(tmp_path, 3)
     assert sorted(path.name for path in (tmp_path/'taken').iterdir()) == ['3', '4']
     monkeypatch.setattr(scale, 'reissue', lambda study: None)
-    study = SimpleNamespace(get_trials=lambda **_: [SimpleNamespace(state=SimpleNamespace(name=name)) for name in states],
-                            optimize=lambda *_, **__: states.pop() and claim(tmp_path, 4))
-    states = ['COMPLETE', 'WAITING']
+    waiting = SimpleNamespace(state=SimpleNamespace(name='WAITING'), user_attrs={'ticket': 0})
+    study = SimpleNamespace(get_trials=lambda **_: [waiting],    # until the other one has done it
+                            optimize=lambda *_, **__: waiting.user_attrs.update(ended={}) or claim(tmp_path, 4))
     assert list(trials_of(SimpleNamespace(), study)) == []    # not an error, and no trial of this worker's
