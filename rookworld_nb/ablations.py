@@ -10,7 +10,7 @@ __all__ = ['SHARED', 'STUDIES', 'DEFAULT', 'UNTRAINED', 'KEPT', 'AblationError',
 # %% ../nbs/23_ablations.ipynb #f019b59b
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from dataclasses import asdict, replace
 from functools import cache
 from multiprocessing import get_context
@@ -199,16 +199,18 @@ def run_study(
     todo, threads = planned_runs(folder, studies, seeds), max(1, torch.get_num_threads()//workers)
     yield read_results(folder)
     with ProcessPoolExecutor(workers, get_context('spawn'), max_tasks_per_child=1) as pool:
-        jobs = {pool.submit(run_cell, run_place(folder, cell, seed), cell, config, threads):
-                f'{cell!r} with seed {seed}' for (cell, seed), config in todo.items()}
-        try:
-            for job in as_completed(jobs):
+        left, jobs = [*todo.items()][::-1], {}
+        while left or jobs:
+            while left and len(jobs) < workers:    # not more: what waits inside the pool could not be taken back
+                (cell, seed), config = left.pop()
+                job = pool.submit(run_cell, run_place(folder, cell, seed), cell, config, threads)
+                jobs[job] = f'{cell!r} with seed {seed}'
+            for job in wait(jobs, return_when=FIRST_COMPLETED).done:
+                name = jobs.pop(job)
                 if error := job.exception():
-                    error.add_note(f'in the run {jobs[job]}')    # and stays what it is: the user's mistake or ours
+                    error.add_note(f'in the run {name}')    # and stays what it is: the user's mistake or ours
                     raise error
                 yield keep(folder, job.result())
-        finally:
-            pool.shutdown(cancel_futures=True)
 
 # %% ../nbs/23_ablations.ipynb #de115990
 def gains_of(

@@ -6,10 +6,11 @@
 __all__ = ['logger', 'REQUIRED', 'READERS', 'SUITES', 'Suites', 'HEADINGS', 'COMMANDS', 'OURS', 'UsageError', 'stdin_lines',
            'comments_in', 'Flag', 'flags_of', 'parse_value', 'as_text', 'Parser', 'placeholder', 'parser_of', 'no_such',
            'settings_in', 'read_settings', 'input_lines', 'at_least_one', 'emit', 'without_nan', 'positions', 'uci',
-           'batches', 'generate', 'read_rows', 'read_row', 'score', 'positions_in', 'label', 'evaluation_samples',
-           'measure', 'suite_puzzles', 'suite_openings', 'play_suites', 'evaluate_model', 'metric_tables',
-           'report_evaluation', 'as_columns', 'train', 'pretrain', 'report', 'ablate', 'search', 'push', 'batch_size',
-           'Command', 'run_command', 'overview', 'is_input_error', 'drop_output', 'console_logging', 'main']
+           'batches', 'generate', 'read_rows', 'read_row', 'check_row', 'score', 'positions_in', 'label',
+           'evaluation_samples', 'measure', 'suite_puzzles', 'suite_openings', 'play_suites', 'evaluate_model',
+           'metric_tables', 'report_evaluation', 'as_columns', 'train', 'pretrain', 'report', 'ablate', 'search',
+           'push', 'batch_size', 'Command', 'run_command', 'overview', 'is_input_error', 'drop_output',
+           'console_logging', 'main']
 
 # %% ../nbs/25_cli.ipynb #0f1f1bea
 import argparse
@@ -380,16 +381,16 @@ def generate(
 # %% ../nbs/25_cli.ipynb #c7a1449c
 def read_rows(
     paths: Sequence[str],  # files of JSON lines; none: standard input
-) -> list[dict]:  # each with prompt and completion, perhaps target, all texts
-    "Read what is to be scored; the first bad row is a UsageError that names it."
+) -> list[tuple[str, dict]]:  # file and line; prompt and completion, perhaps target, all texts
+    "Read what is to be scored, each row with its place; the first bad one is a UsageError that names it."
     if not paths and sys.stdin.isatty():
         raise UsageError('no rows to score: name files of JSON lines, or give the lines on standard input')
     from rookworld_nb.positions import text_file
     with ExitStack() as stack:
         files = [(path, stack.enter_context(text_file(Path(path)))) for path in paths]
         files = files or [('standard input', stdin_lines())]
-        rows = [read_row(line, f'{place}, line {number}') for place, lines in files
-                for number, line in enumerate(lines, 1) if line.strip()]
+        places = ((f'{name}, line {number}', line) for name, lines in files for number, line in enumerate(lines, 1))
+        rows = [(place, read_row(line, place)) for place, line in places if line.strip()]
     if not rows:
         raise UsageError('no rows to score: the input is empty')
     return rows
@@ -411,6 +412,20 @@ def read_row(
     return row
 
 # %% ../nbs/25_cli.ipynb #5a67483c
+def check_row(
+    row: dict,    # of `read_rows`
+    place: str,   # where it stands
+    judge,        # a rules.Stockfish, or None
+) -> None:
+    "Say where a prompt or a target is that cannot be scored."
+    from rookworld_nb.rewards import MissingTarget, find_truth
+    try:
+        find_truth(row['prompt'], row.get('target'), judge)
+    except ValueError as error:
+        hint = ' (a target in its row, or --engine)' if isinstance(error, MissingTarget) else ''
+        raise UsageError(f'{place}: {error}{hint}') from None
+
+
 def score(
     *files: str,                         # files of JSON lines {prompt, completion[, target]}; none: standard input
     rewards,                             # what was given of a rewards.RewardConfig, one flag each
@@ -419,13 +434,16 @@ def score(
     stockfish_path: Path | None = None,  # the executable; none looks for it
 ) -> None:
     "Write the same lines in the same order with reward and components."
-    from rookworld_nb.rewards import MissingTarget, RewardConfig, RewardScorer
+    from rookworld_nb.rewards import RewardConfig, RewardScorer
     from rookworld_nb.rules import Stockfish
-    settings, rows = RewardConfig(**rewards), read_rows(files)
+    settings = RewardConfig(**rewards)
+    places, rows = zip(*read_rows(files))
     prompts, completions, targets = ([row.get(name) for row in rows] for name in ('prompt', 'completion', 'target'))
     with Stockfish(stockfish_path, nodes) if engine or stockfish_path else nullcontext() as judge:
         try: scores = RewardScorer(settings, judge)(prompts, completions, targets)
-        except MissingTarget as error: raise UsageError(f'{error} (a target in its row, or --engine)') from None
+        except ValueError:
+            for place, row in zip(places, rows): check_row(row, place, judge)    # names the first that is wrong
+            raise
     for row, parts in zip(rows, scores.components.to_dict('records')):
         reward = round(parts.pop('reward'), 6)
         emit(row | dict(reward=reward if math.isfinite(parts['raw']) else None, components=without_nan(parts)))
@@ -712,7 +730,8 @@ def pretrain(
 ) -> None:
     "Make a small model from generated data; stopped and started again it goes on."
     from rookworld_nb import pretrain as module
-    module.pretrain(module.PretrainConfig(**config))
+    folder = module.pretrain(module.PretrainConfig(**config))
+    emit(f'{folder/"nano"}: the model as the package ships it, in 16 bits; {folder/"model"}: the same in 32')
 
 
 def report(
@@ -723,8 +742,7 @@ def report(
     found = sorted(Path('runs').glob('*/metrics.jsonl'), key=lambda path: path.stat().st_mtime)
     if not folders and not found:
         raise UsageError('name a run folder; there is none in runs/')
-    for folder in folders or [found[-1].parent]:
-        emit(str(write_report(folder)))
+    for folder in folders or [found[-1].parent]: emit(str(write_report(folder)))
 
 # %% ../nbs/25_cli.ipynb #f93892b3
 def ablate(
@@ -781,7 +799,7 @@ def push(
 def batch_size(
     model: str = 'nano',          # nano, a folder, or a Hugging Face id
     target: float = 0.85,         # share of the memory that a batch may take
-    group_size: int = 4,          # completions per prompt
+    group_size: int = 4,          # completions per prompt; give what train is given, 8 without a flag
     max_new_tokens: int = 144,    # longest completion
     micro_batch_size: int | None = None, # completions per forward pass of an update; none: all of a task
     gradient_checkpointing: bool = False, # backward computes each block again instead of storing its inside
@@ -889,7 +907,7 @@ def main(
     name = words[0] if words else ''
     place = 'rookworld'
     try:
-        if name in ('-h', '--help', '--version'):
+        if name in ('-h', '--help', 'help', '--version'):
             emit(f'rookworld_nb {__version__}' if name == '--version' else overview())
         elif name not in COMMANDS:
             known = list(COMMANDS)
@@ -902,9 +920,11 @@ def main(
         return 0
     except SystemExit as leaving:  # argparse has shown the help
         return leaving.code or 0
-    except BrokenPipeError:  # the reader has seen enough, as in `rookworld positions | head`
+    except BrokenPipeError:
         drop_output()
-        return 0
+        if name not in ('train', 'search', 'ablate', 'pretrain'): return 0  # enough was read, as in `positions | head`
+        sys.stderr.write(f'{place}: interrupted, because nobody reads its output any more; it can be gone on with\n')
+        return 130
     except KeyboardInterrupt:
         sys.stderr.write(f'{place}: interrupted\n')
         return 130

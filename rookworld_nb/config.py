@@ -11,6 +11,7 @@ __all__ = ['BY_SIZE', 'OPEN', 'SMALL', 'CREDITS', 'WHOLE_ANSWERS', 'Part', 'LEAS
 # %% ../nbs/19_config.ipynb #12bfd9f0
 import math
 from dataclasses import asdict, dataclass, fields, replace
+from os import PathLike, fspath
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from .buffer import BufferConfig, CollectorConfig, check_room
@@ -230,6 +231,8 @@ class TrainConfig(HardwareConfig, UpdateOptions, RewardOptions, PromptOptions): 
     buffer, rewards = property(buffer_part), property(reward_part)
 
     def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if isinstance(value, PathLike): object.__setattr__(self, name, fspath(value))    # a checkpoint takes texts
         check_kinds(self)
         super().__post_init__()
         check_flags(self)

@@ -112,7 +112,7 @@ def compute_advantages(
     scale_rewards:str='group',      # divide by the std (ddof 1) of the group | batch | none
     tracker:EMATracker|None=None,   # the memory of `ema`, updated here; None: no past
     tasks:Sequence[str]|None=None,  # for `ema`: B / G task names, one per prompt; None: one task
-)->Tensor:                          # (B,) advantages, no unit; exactly 0 in a group of equal rewards
+)->Tensor:                          # (B,) advantages, no unit; exactly 0 in a group of equal rewards, NaN beside a NaN
     "Subtract the baseline, divide by the spread; a group of equal rewards (so every group of one) gets exactly 0."
     check_option('baseline', baseline, BASELINES)
     check_option('scale_rewards', scale_rewards, REWARD_SCALES)

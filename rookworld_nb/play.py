@@ -36,7 +36,8 @@ def think(
     fen:str,           # a position with a legal move
     rng:random.Random, # of the last resort
 )->Thought:            # with a legal move
-    """Ask a player for a move."""
+    """Ask a player for a move; a ValueError where the game is over."""
+    if not legal_moves(fen): raise ValueError(f'{fen!r}: the game is over, there is no move to choose')
     answer = player([fen])[0]
     return Thought(fen, answer, *legal_choice(answer, legal_moves(fen), rng))
 

@@ -465,7 +465,9 @@ def replacing(
         yield aside
         with open(aside, 'rb') as file: os.fsync(file.fileno())
         os.replace(aside, path)
-    finally: aside.unlink(missing_ok=True)    # there only if something above failed
+    except BaseException:
+        aside.unlink(missing_ok=True)
+        raise
 
 
 def write_plan(

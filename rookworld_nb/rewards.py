@@ -73,7 +73,7 @@ class RewardTerms:
 @dataclass(frozen=True)
 class RewardConfig(RewardTerms):
     """What a completion is paid for; weights are relative, scores lie in [0, 1], rewards in [penalty, 1]."""
-    shaping: Shaping = 'graduated'            # how the weighted mean of the scores becomes the reward
+    shaping: Shaping = 'graduated'            # how the weighted mean becomes the reward; train says continuous
     normalize: bool = False                   # rewards less their running mean, over their running deviation, per task
 
     def __post_init__(self) -> None:
@@ -562,7 +562,7 @@ def find_truths(
     targets = [None]*len(prompts) if targets is None else targets
     if not len(prompts) == len(completions) == len(targets):
         raise BadTarget(f'{len(prompts)} prompts, {len(completions)} completions and {len(targets)} targets; '
-                        'give as many of each')
+                        'give as many of each, a prompt once for every completion of it')
     pairs, truths = list(zip(prompts, targets)), {}
     for pair in dict.fromkeys(pairs):
         try:
@@ -601,10 +601,10 @@ class RewardScorer:
 
     def __call__(
         self,
-        prompts: Sequence[str],                      # B prompts, P: or A:
-        completions: Sequence[str],                  # B texts, whatever they say
-        targets: Sequence[str | None] | None = None, # B perfect completions, None where there is none
-    ) -> Scores:                                     # rewards (B,) and the table of components
+        prompts: Sequence[str],                      # N prompts, P: or A:, each once for every completion of it
+        completions: Sequence[str],                  # N texts, whatever they say
+        targets: Sequence[str | None] | None = None, # N perfect completions, None where there is none
+    ) -> Scores:                                     # rewards (N,) and the table of components
         """Find every truth, score every completion, count the call."""
         judged = self.spread(partial(judge_rows, self.patient, self.cfg), prompts, completions, targets)
         components, self.step = component_table(judged, self.cfg, self.step), self.step + 1

@@ -161,8 +161,8 @@ class _EngineProcess:
 
     def __init__(self, path:str, options:dict[str, int], timeout:float):
         self.timeout, self.owner, self.name = timeout, os.getpid(), path
-        self._popen = subprocess.Popen([path], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                       stderr=subprocess.DEVNULL, encoding='utf-8', errors='replace')
+        self._popen = subprocess.Popen([path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+                                       encoding='utf-8', errors='replace', start_new_session=True)  # Ctrl-C is ours
         self._due = math.inf   # when the answer at hand is late, monotonic seconds
         threading.Thread(target=self._watch, daemon=True).start()
         try:

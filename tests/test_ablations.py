@@ -93,24 +93,27 @@ def test_every_run_is_examined_by_the_default_reward(tiny, monkeypatch, tmp_path
     assert binary == ladder == results[results['cell'] == UNTRAINED]['value'].tolist()
 
 
-def test_a_killed_study_goes_on(tiny, tmp_path):
+def test_a_study_that_is_killed_and_interrupted_goes_on(tiny, tmp_path):
     script = ("import sys; from rookworld_nb import ablations, cli\n"
-              f"ablations.SHARED, ablations.STUDIES = {tiny | {'steps': 30}}, {{}}\n"
+              f"ablations.SHARED, ablations.STUDIES = {tiny | {'steps': 12}}, {{'kl': {{'no KL': {{'kl_coef': 0.}}}}}}\n"
               "if __name__ == '__main__': sys.exit(cli.main(['ablate', '--seeds', '1', '--output-dir', sys.argv[1]]))")
     (tmp_path/'study.py').write_text(script)
     command = [sys.executable, tmp_path/'study.py', tmp_path/'study']
-    process = subprocess.Popen(command, stderr=subprocess.DEVNULL, start_new_session=True)
     metrics = run_place(tmp_path/'study', DEFAULT, 1)/'metrics.jsonl'
-    while not metrics.exists() or len(metrics.read_text().splitlines()) < 3:
-        assert process.poll() is None
-        time.sleep(.05)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    assert 3 <= len(metrics.read_text().splitlines()) < 30 and not (tmp_path/'study'/'results.csv').exists()
+    for blow, rows, code in ((signal.SIGKILL, 3, -9), (signal.SIGINT, 6, 130)):
+        process = subprocess.Popen(command, stderr=subprocess.DEVNULL, start_new_session=True,
+                                   preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))    # a test run in the background ignores it
+        while not metrics.exists() or len(metrics.read_text().splitlines()) < rows:
+            assert process.poll() is None
+            time.sleep(.02)
+        os.killpg(process.pid, blow)
+        assert process.wait(timeout=120) == code
+        assert rows <= len(metrics.read_text().splitlines()) < 12 and not (tmp_path/'study'/'results.csv').exists()
+        assert not run_place(tmp_path/'study', 'no KL', 1).exists()    # it does not go on with the next run
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert read_results(tmp_path/'study')['steps'].tolist() == [0]*N_ROWS + [30]*N_ROWS
-    assert [json.loads(line)['step'] for line in metrics.read_text().splitlines()] == [*range(1, 31)]
+    assert read_results(tmp_path/'study')['steps'].tolist() == [0]*N_ROWS + [12]*2*N_ROWS
+    assert [json.loads(line)['step'] for line in metrics.read_text().splitlines()] == [*range(1, 13)]
     assert (metrics.parent/'train.log').read_text().count('Step    1 |') == 1
 
 

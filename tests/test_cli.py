@@ -140,18 +140,21 @@ def test_every_flag_arrives(name, monkeypatch, cwd):
     required = lambda but=None: [word for flag in kinds if flag.default is REQUIRED and flag is not but for word in (flag.word, 'x')]
     assert main([name, *required()]) == 0
     before = dict(received)
+    company = {name: ['--use-gae'] for name in ('gamma', 'gae_lambda', 'value_loss_coef')} | {'kl_warmup_factor': ['--kl-warmup-steps', '3']}
     for flag in kinds:
-        arrived = []
+        others = company.get(flag.name, []) if 'use_gae' in before else []    # of no use alone
+        assert main([name, *required(), *others]) == 0
+        before, arrived = dict(received), []
         for value in other_values(flag.kind, flag.default, flag.help):
             switch = flag.word if value else flag.word.replace('--', '--no-')
-            words = [switch] if flag.kind is bool else [flag.word, as_text(value)]
+            words = [*others, switch] if flag.kind is bool else [*others, flag.word, as_text(value)]
             if main([name, *required(), *words]) != 0:
                 continue  # the configuration refuses it
             assert received[flag.name] == value
             assert {k: v for k, v in received.items() if k != flag.name and before.get(k, flag) != v and k in before} == {}
             toml = as_text(value) if flag.kind is bool else json.dumps(as_text(value))
             Path('settings.toml').write_text(f'{flag.word[2:]} = {toml}\n')
-            assert main([name, *required(flag), '--config', 'settings.toml']) == 0 and received[flag.name] == value
+            assert main([name, *required(flag), *others, '--config', 'settings.toml']) == 0 and received[flag.name] == value
             arrived.append(value)
             break
         assert arrived, f'{flag.word}: no value was accepted'
@@ -235,8 +238,9 @@ MISTAKES = [
     ('score', ROW + '\n{"prompt": "P: x"}', ['line 2', 'completion']),
     ('score', ROW + '\n[1]', ['line 2', 'object']),
     ('score', ROW[:-1] + ', "target": 3}', ['line 1', 'target', '3']),
-    ('score', ROW + '\n{"prompt": "hello", "completion": ""}', ['hello']),
-    ('score', json.dumps({'prompt': f'P: {START}', 'completion': ''}), [START]),
+    ('score', ROW + '\n{"prompt": "hello", "completion": ""}', ['line 2', 'hello']),
+    ('score', ROW + '\n\n' + json.dumps({'prompt': f'P: {START}', 'completion': ''}), ['line 3', START, '--engine']),
+    ('score', ROW + '\n' + json.dumps({'prompt': f'P: {START}', 'completion': '', 'target': 'y'}), ['line 2', "target 'y'"]),
     ('score --shaping cubic', ROW, ['--shaping', 'cubic', 'graduated']),
     ('score --penalty 1', ROW, ['penalty', '1']),
     ('score --penalty 2', '', ['penalty', '2']),
@@ -436,6 +440,12 @@ def test_a_negative_number_may_have_an_exponent(call):
 def test_a_reader_may_leave_early():
     done = subprocess.run(['bash', '-c', f'{SCRIPT} positions --n 300 | head -n 1; exit ${{PIPESTATUS[0]}}'], capture_output=True, text=True, timeout=120)
     assert len(done.stdout.splitlines()) == 1 and done.stderr == '' and done.returncode == 0
+
+
+def test_a_run_whose_reader_leaves_does_not_end_as_if_it_were_done(tmp_path, lines):
+    words = f'train --steps 3 --batch-positions 2 --group-size 2 --max-new-tokens 8 --eval-policy 0 --eval-env 0 --data {lines} --output-dir {tmp_path}/run'
+    done = subprocess.run(['bash', '-c', f'{SCRIPT} {words} | head -n 1; exit ${{PIPESTATUS[0]}}'], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 130 and 'nobody reads its output any more' in done.stderr.splitlines()[-1]
 
 
 # ---- positions, generate, score

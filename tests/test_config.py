@@ -1,6 +1,7 @@
 "Beside 19_config: what is refused when a configuration is made, and presets."
 import math
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -34,6 +35,10 @@ def test_bad_settings_are_refused_at_once(changes, message):
 def test_values_of_another_kind_are_refused_when_the_configuration_is_made(changes, said):
     with pytest.raises(RunError, match=re.escape(said)): TrainConfig(**changes)
     assert TrainConfig(lr=1, kl_coef=0).lr == 1    # a whole number is a number
+
+
+def test_paths_are_kept_as_texts():
+    assert TrainConfig(output_dir=Path('a')/'b', data=Path('c')) == TrainConfig(output_dir='a/b', data='c')
 
 
 def test_presets_are_functions_that_can_be_changed():

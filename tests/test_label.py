@@ -223,7 +223,8 @@ def test_killed_while_cleaning_up(quick, tmp_path):
     job, gone, words = Labelling(str(tmp_path/'out.txt'), shards=2), tmp_path/'out.txt.shards.done', [str(tmp_path/'in.txt')]
     if not os.fork():
         Path.unlink = lambda path: os._exit(9)    # the kill
-        quick(job, words)
+        try: quick(job, words)
+        finally: os._exit(1)
     assert os.waitstatus_to_exitcode(os.wait()[1]) == 9 and gone.exists() and (tmp_path/'out.txt').exists()
     with pytest.raises(LabelError, match='is there already'): label_files(replace(job, nodes=7), words)
     assert label_files(job, words) == {'lines': 5, 'single': 0, 'malformed': 1, 'failed': 0} and not gone.exists()

@@ -77,6 +77,12 @@ def test_a_prompt_shows_one_to_ten_plies(nano, plies):
     with pytest.raises(SuiteError, match=f'history_plies={plies}'): Partner(*nano, history_plies=plies)
 
 
+def test_a_finished_game_has_no_move_to_think_of(nano):
+    pytest.importorskip('ipywidgets', reason='ipywidgets is not installed')
+    from rookworld_nb.play import Partner
+    with pytest.raises(ValueError, match='the game is over'): Partner(*nano).think(chess.Board('7k/6Q1/6K1/8/8/8/8/8 b - - 0 1'))
+
+
 def test_an_answer_to_a_position_of_its_own_is_no_answer(nano, monkeypatch):
     easier = f'P: {chess.STARTING_FEN} M: e2e4 E: 0.1 B: e2e4'
     monkeypatch.setattr('rookworld_nb.suites.completions', lambda *_: [easier])
