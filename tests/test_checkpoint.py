@@ -75,14 +75,14 @@ def test_what_a_kill_left_half_written_is_swept_away(tmp_path):
 
 @pytest.mark.parametrize('large', ['trainer.pt', 'model.safetensors'])
 def test_a_full_disk_is_named_and_leaves_the_old_checkpoint_alone(tmp_path, large):
-    "No file may be larger than 100 kB; the old checkpoint is under its spare name, as after a kill between the renamings."
+    "No file may be larger than 1 MB; the old checkpoint is under its spare name, as after a kill between the renamings."
     folder, other, state = tmp_path/'final_checkpoint', counting_policy(steps=0), {'age': 'new'}
     write_checkpoint(folder, *PARTS, {'age': 'old'})
     folder.rename(tmp_path/'.final_checkpoint.old')
-    if large == 'trainer.pt': state['much'] = torch.zeros(50_000)
+    if large == 'trainer.pt': state['much'] = torch.zeros(500_000)
     else: other.wte.weight = torch.nn.Parameter(torch.zeros(50_000, other.cfg.n_embd))
     limits, ignored = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, limits[1]))
     try:
         with pytest.raises(CheckpointError, match=f'final_checkpoint: cannot be written: .*{os.strerror(errno.EFBIG)}'):
             write_checkpoint(folder, other, PARTS[1], state)
