@@ -395,7 +395,7 @@ def restore_run(
     if run.ranks.first: put_back(run.folder)
     run.ranks.gather(None)    # nobody looks before that is done
     if (found := newest_checkpoint(run.folder)) is None:
-        logger.warning('no checkpoint in %s yet: the run begins again', run.folder)
+        if run.ranks.first: logger.warning('no checkpoint in %s yet: the run begins again', run.folder)
         return
     path, state = found
     for name, what in (('reference', f'--model {run.config.model}'), ('data', f'--data {run.config.data}')):
