@@ -24,9 +24,10 @@ test: .venv/.dev ## every test: all notebooks, then tests/ (extra arguments for 
 	@bash .ci/debian stockfish:stockfish:"tests that ask the engine" \
 	    chromium:"chromium fonts-dejavu-core":"tests in a real browser" || true
 	export OMP_NUM_THREADS=1
-	timeout 900 $(BIN)/nbdev_test --file_re 'full_run|scale' --n_workers 1 & slow=$$!  # half of the work, on the other core
+	half='full_run|scale'  # of the work in all notebooks: on the other core
+	timeout 900 $(BIN)/nbdev_test --file_re "$$half" --n_workers 1 & slow=$$!
 	trap "kill $$slow 2>/dev/null || true" EXIT
-	timeout 900 $(BIN)/nbdev_test --skip_file_re '^[_.]|full_run|scale' --n_workers 1 --timing
+	timeout 900 $(BIN)/nbdev_test --skip_file_re "^[_.]|$$half" --n_workers 1 --timing
 	wait $$slow
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal $(ARGS)
 

@@ -65,7 +65,7 @@ def write_checkpoint(
 ) -> None:
     "Write a checkpoint: the folder is there complete, or not at all; CheckpointError where the disk is full."
     aside, old = (folder.with_name(f'.{folder.name}.{end}') for end in ('part', 'old'))
-    if old.exists() and not folder.exists(): os.replace(old, folder)    # broken off between the renamings below
+    put_back(folder.parent)    # broken off between the renamings below
     for path in (aside, old): shutil.rmtree(path, ignore_errors=True)
     try:
         save_pretrained(model, tokenizer, aside)

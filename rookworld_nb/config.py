@@ -193,7 +193,6 @@ NEEDS = {'gamma': 'use_gae', 'gae_lambda': 'use_gae', 'value_loss_coef': 'use_ga
 CHOICES = {'credit': (None, *CREDITS), 'baseline_type': BASELINES, 'reward_shaping': get_args(Shaping)}
 
 
-
 def check_flags(
     config: 'TrainConfig', # what is asked for, each of its kind
 ) -> None:

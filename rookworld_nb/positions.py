@@ -477,8 +477,6 @@ def write_plan(
     "Write plan.json, whole or not at all."
     with replacing(folder/'plan.json') as aside: aside.write_text(json.dumps(facts), encoding='utf-8')
 
-
-
 # %% ../nbs/04_positions.ipynb #c2d7b1dc
 def plan_of(
     job: Labelling,           # what decides its lines

@@ -85,11 +85,12 @@ def test_runs_are_kept_and_not_repeated(tiny, tmp_path):
 
 
 def test_every_run_is_examined_by_the_default_reward(tiny, monkeypatch, tmp_path):
-    "A cell that learns nothing is paid otherwise, and has the results of the untrained model."
-    monkeypatch.setattr(ablations, 'STUDIES', {'rewards': {'binary': {'lr': 1e-12, 'reward_shaping': 'binary'}}})
+    "Two cells that learn nothing differ in what they are paid, and not in the results."
+    still = {'lr': 1e-12}
+    monkeypatch.setattr(ablations, 'STUDIES', {'rewards': {'binary': still | {'reward_shaping': 'binary'}, 'ladder': still | {'reward_shaping': 'ladder'}}})
     *_, results = run_study(tmp_path, seeds=1)
-    binary, untrained = (results[results['cell'] == cell]['value'].tolist() for cell in ('binary', UNTRAINED))
-    assert binary == untrained
+    binary, ladder = (results[results['cell'] == cell]['value'].tolist() for cell in ('binary', 'ladder'))
+    assert binary == ladder == results[results['cell'] == UNTRAINED]['value'].tolist()
 
 
 def test_a_study_that_is_killed_and_interrupted_goes_on(tiny, tmp_path):
