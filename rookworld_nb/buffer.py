@@ -357,8 +357,8 @@ def assemble(
     parts, end = [], 0
     for share, done, advantage, reference in zip(shares, rollouts, advantages, references, strict=True):
         rows, end = slice(end, end + len(done.texts)), end + len(done.texts)
-        clipped = without_end(done, end_id)
-        trained = done.completion_mask & ~clipped[:, None] if mask_truncated else done.completion_mask
+        clipped, raw = without_end(done, end_id), torch.tensor(scores.components['raw'][rows].to_numpy())
+        trained = done.completion_mask & ~(raw.isnan().to(clipped.device) | clipped & mask_truncated)[:, None]
         parts.append(RolloutPart(share[0].task, share, done, scores.rewards[rows], advantage, *reference,
                                  scores.components[rows].reset_index(drop=True), clipped, trained))
     return tuple(parts)

@@ -30,7 +30,7 @@ PART_NAMES = {
     'P': ('form', *(f'M{i}' for i in range(1, MAX_MOVES + 1)), 'E:',
           *(f'E{i}' for i in range(1, MAX_MOVES + 1)), 'B:', 'B1'),
     'A': ('form', 'fen', 'reward', 'terminated', 'truncated')}
-CURVED = ('candidates_scaling', 'evals_scaling')    # curves over several moves: bent, no move's share is its own
+CURVED = ('candidates_scaling', 'evals_scaling', 'flags_scaling')    # a curve over several things at once
 
 
 def policy_earnings(

@@ -65,7 +65,7 @@ class TrainerConfig:
     kl_divergence_threshold: float | None = 0.5 # mean per-token KL, nats, above which a run has failed; None: any
     kl_tail_threshold: float | None = None # the same for the 95th percentile over the tokens
     kl_spike_factor: float | None = None # the same for a KL so many times its running mean or kl_target
-    max_skipped: int = 3               # updates left out in a row that count as a failure
+    max_skipped: int = 3               # updates in a row with NaN or infinity that count as a failure
     max_recoveries: int = 3            # failures after which the run goes on from the last good state at half the rate
     identity_tolerance: float = 1e-3   # largest |ratio - 1| before the first update
 
@@ -484,10 +484,11 @@ def count_skipped(
     tokens: int,    # it learns from
 ) -> None:
     "Count an update that has to be left out, and say why."
-    health.in_a_row = 0 if finite else health.in_a_row + 1
+    if not finite: health.in_a_row += 1
+    elif tokens: health.in_a_row = 0    # an update without tokens says nothing
     if not (finite and tokens):
         health.skip(step)
-        why = 'no token counts: all completions were cut off at max_new_tokens, or are masked'
+        why = 'no token counts: all completions were cut off at max_new_tokens, or could not be judged'
         logger.warning('step %d skipped: %s', step, why if finite else 'the loss or a gradient is not finite')
 
 # %% ../nbs/13_trainer.ipynb #b79410db
@@ -569,7 +570,7 @@ def update(
         if trainer.proposed and experience.fresh: trainer.remember()    # judged by what this very state has sampled
         take_step(trainer.optimizer, rate)
     trainer.optimizer.zero_grad(set_to_none=True)
-    if 'kl' in metrics and experience.fresh and tokens:
+    if 'kl' in metrics and experience.fresh and tokens and not trainer.failure:    # else the state is not kept
         trainer.kl.update(metrics['kl'], step - 1)    # what the steps before this one have led to
     return {'step': step} | experience.metrics() | metrics | {
         'kl_coef': kl_coef, 'grad_norm': norm, 'learning_rate': rate, **health.metrics(step),

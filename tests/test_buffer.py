@@ -587,3 +587,5 @@ def test_what_was_not_judged_is_compared_with_nothing_and_moves_no_other(model, 
     alone = [experience.table['reward'][:2*G].to_numpy().reshape(2, G) for experience in found]
     assert found[1].metrics()['reward_std'] == pytest.approx(alone[1].std(1, ddof=1).mean())
     assert found[1].metrics()['completions/unjudged'] == pytest.approx(1/3)
+    part = found[1].parts[0]
+    assert not part.loss_mask[2*G:].any() and torch.equal(part.loss_mask[:2*G], part.rollouts.completion_mask[:2*G])

@@ -56,7 +56,7 @@ def test_each_term_of_the_reward_can_be_set_for_a_run(name):
     value = {str: 'quadratic', int: 3}.get(type(default)) or default/2
     changed = TrainConfig(**{name: value}).for_size(1)
     assert getattr(changed.rewards, name) == value != getattr(TrainConfig().rewards, name)
-    whole = name in ('reward_warmup_steps', 'candidates_scaling', 'evals_scaling')
+    whole = name in ('reward_warmup_steps', 'candidates_scaling', 'evals_scaling', 'flags_scaling')
     assert changed.credit == ('answer' if whole else 'part')
 
 

@@ -13,7 +13,7 @@ from torch.testing import assert_close
 
 from rookworld_nb.buffer import Collector, idle_groups, stored_groups
 from rookworld_nb.config import RunError, TrainConfig
-from rookworld_nb.credit import PART_NAMES, PartCredit, earnings_table, part_advantages, token_parts
+from rookworld_nb.credit import PART_NAMES, PartCredit, earnings_table, part_advantages, share_with_list, token_parts
 from rookworld_nb.grpo import EMATracker, compute_advantages
 from rookworld_nb.positions import shipped
 from rookworld_nb.rewards import RewardConfig, RewardScorer
@@ -127,7 +127,14 @@ def test_a_rare_part_is_bounded_and_groups_without_a_judgement_do_not_count():
     assert_close(part_advantages(with_unknown, 'a', 8, compare)[:16], part_advantages(some, 'a', 8, compare))
 
 
-@pytest.mark.parametrize('setting', [{'shaping': 'graduated'}, {'evals_scaling': 'quadratic'}, {'normalize': True}, {'reward_warmup_steps': 3}])
+def test_the_best_move_pays_into_its_place_in_the_list_beside_what_that_earned():
+    advantages = torch.zeros(1, len(PART_NAMES['P']))
+    advantages[0, PART_NAMES['P'].index('M2')], advantages[0, PART_NAMES['P'].index('B1')] = -2., 1.
+    shared = share_with_list(advantages, ['M: e2e4 d2d4 E: 0.1 0.1 B: d2d4'])
+    assert shared[0, PART_NAMES['P'].index('M2')] == -1 and shared[0, PART_NAMES['P'].index('B1')] == 1 and shared.ne(0).sum() == 2
+
+
+@pytest.mark.parametrize('setting', [{'shaping': 'graduated'}, {'evals_scaling': 'quadratic'}, {'flags_scaling': 'exponential'}, {'normalize': True}, {'reward_warmup_steps': 3}])
 def test_rewards_that_are_of_whole_answers_are_refused(setting):
     with pytest.raises(ValueError, match=f'{next(iter(setting))}=.*whole answers'):
         PartCredit(replace(CFG, **setting), load_pretrained('nano')[1])

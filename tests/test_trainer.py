@@ -721,6 +721,38 @@ def test_an_update_without_a_token_is_skipped(model, caplog):
     assert len(rows) == 6 and not trainer.diverged and trainer.health.recoveries == 0 and trainer.broken is None
 
 
+def test_an_update_without_a_token_does_not_end_a_row_of_broken_ones(model):
+    bad, good = next(collector(model, scorer=poisoned_rewards(math.nan))), next(collector(model))
+    empty = replace(good, parts=tuple(replace(part, loss_mask=torch.zeros_like(part.loss_mask)) for part in good.parts))
+    trainer = Trainer(model, config(steps=9, max_skipped=2, max_recoveries=0))
+    rows = steps(trainer, iter([bad, empty, bad, empty]), 4)
+    assert len(rows) == 3 and trainer.diverged and '2 updates in a row' in trainer.stop_reason
+
+
+def test_a_failed_update_does_not_move_the_kl_control(base):
+    model = copy.deepcopy(base)
+    kl = KLConfig(kl_coef=.1, kl_control='adaptive', kl_target=1e-4)
+    trainer = Trainer(model, config(steps=9, lr=1e-2, max_recoveries=3, kl_divergence_threshold=1e-3, kl=kl))
+    source, before = collector(model, copy.deepcopy(base)), []
+    trainer.kl.update = lambda measured, step: before.append(measured)
+    rows = steps(trainer, source, 6)
+    assert trainer.health.recoveries and max(row['kl'] for row in rows) > 1e-3 and before and max(before) <= 1e-3
+
+
+def test_a_masked_completion_gives_no_gradient(model):
+    whole = next(collector(model, ref_model=None))
+    def found(mask, advantages):
+        parts = tuple(replace(part, loss_mask=part.loss_mask & mask[:len(part.rewards), None],
+                              advantages=part.advantages + advantages[:len(part.rewards)]) for part in whole.parts)
+        learner = copy.deepcopy(model)
+        accumulate_gradients(Learning(learner, TrainerConfig(loss_type='grpo'), 0., 8, 20, 3), replace(whole, parts=parts))
+        return torch.cat([p.grad.flatten() for p in learner.parameters() if p.grad is not None])
+    odd, none = torch.arange(99) % 2 == 1, torch.zeros(99)
+    masked = found(odd, none)
+    assert_close(masked, found(odd, torch.where(odd, 0., 7.)), rtol=0, atol=0)
+    assert not torch.allclose(masked, found(odd, torch.where(odd, 7., 0.)))
+
+
 def test_a_checkpoint_that_nothing_has_judged_is_not_the_good_state_after_a_resume(base):
     first = Trainer(copy.deepcopy(base), config(steps=50, lr=1e-2))
     steps(first, collector(first.model), 1)
