@@ -873,8 +873,7 @@ def is_input_error(
     error: Exception,  # what was raised
 ) -> bool:  # True where the user can mend it
     "An error class of this package that is about the input, or a file of the user's that cannot be opened."
-    files = FileNotFoundError | NotADirectoryError | IsADirectoryError | PermissionError | FileExistsError
-    if isinstance(error, files):
+    if isinstance(error, OSError):
         return error.filename is not None and not Path(str(error.filename)).is_relative_to(files_of('rookworld_nb'))
     told = isinstance(error, UsageError) or type(error).__module__.startswith('rookworld_nb.')
     return told and isinstance(error, ValueError) and type(error).__name__ not in OURS
@@ -903,6 +902,7 @@ def main(
     argv: Sequence[str] | None = None,  # words after `rookworld`; None: those of the process
 ) -> int:  # exit code: 0 fine, 2 a mistake in the input, 130 interrupted; what is ours is raised, which makes 1
     "The command `rookworld`."
+    sys.stdin, sys.stdout = sys.stdin or open(os.devnull), sys.stdout or open(os.devnull, 'w')    # closed by the shell
     words = list(sys.argv[1:] if argv is None else argv)
     name = words[0] if words else ''
     place = 'rookworld'
@@ -929,7 +929,7 @@ def main(
         sys.stderr.write(f'{place}: interrupted\n')
         return 130
     except (ValueError, OSError) as error:
-        if isinstance(error, OSError) and error.errno == errno.ENOSPC: drop_output()    # the disk is full
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT): drop_output()    # full
         elif not is_input_error(error):
             raise
         text = f'{error.filename or "output"}: {error.strerror}' if isinstance(error, OSError) else str(error)

@@ -7,8 +7,8 @@ __all__ = ['logger', 'SIGHT', 'SHOWN', 'training_samples', 'heldout_samples', 'r
            'open_engine', 'announced', 'collector_of', 'Setup', 'updates_per_batch', 'planned_work', 'trial_run',
            'memory_components', 'profile_batches', 'choose_batch', 'examine', 'glance', 'run_summary', 'finish',
            'origin_of', 'run_state', 'save_run', 'restore_run', 'resumed_config', 'asked_for', 'NoWriter',
-           'interrupted_afterwards', 'alone_in', 'check_settled', 'writer_of', 'starting_config', 'Run', 'next_row',
-           'write_events', 'read_events', 'levers', 'steer', 'closing_table', 'first_update_line', 'train']
+           'interrupted_afterwards', 'make_folder', 'alone_in', 'check_settled', 'writer_of', 'starting_config', 'Run',
+           'next_row', 'write_events', 'read_events', 'levers', 'steer', 'closing_table', 'first_update_line', 'train']
 
 # %% ../nbs/21_run.ipynb #b15f4c93
 import copy
@@ -488,12 +488,22 @@ def interrupted_afterwards() -> Iterator[None]:
     if pressed: raise KeyboardInterrupt
 
 # %% ../nbs/21_run.ipynb #aa8949a2
+def make_folder(
+    folder: Path,  # of a run
+) -> None:
+    "Make it where it is not there yet; RunError where it cannot be made."
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RunError(f'--output-dir {folder}: cannot be made ({error.strerror}); give another one') from None
+
+
 @contextmanager
 def alone_in(
     folder: Path,  # of a run, made if absent
 ) -> Iterator[None]:
     "Refuse a folder in which a run is going on; the lock ends with its process, however that ends."
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     with ExitStack() as stack:
         try: mine = stack.enter_context(locked(folder/'.lock'))
         except (ImportError, OSError) as error:    # Windows, and some file systems of a network
@@ -656,7 +666,7 @@ def steer(
     if wish == 'stop' and not run.trainer.stop_reason:
         run.trainer.stop_reason = f'stopped by hand after step {step}'
     run.events.append({'step': step, 'time': time.time(), 'event': wish, **moved})
-    run.folder.mkdir(parents=True, exist_ok=True)
+    make_folder(run.folder)
     write_events(run.folder, run.events)
     if wish == 'checkpoint': save_run(run, f'checkpoint-{step}')
     change = f' from {now[wish]:g} to {value:g}' if moved else ''
@@ -699,6 +709,7 @@ def train(
         others = [stack.enter_context(closing(make(run.folder, asdict(run.config)))) for make in writers if ranks.first]
         say(planned_work(run))
         say(f'Hardware: {run.hardware}')
+        if ranks.first: make_folder(run.folder)    # a place that cannot be written to costs no examination
         before = examine(run, run.reference) if run.heldout else None
         bar = stack.enter_context(tqdm(total=run.config.steps, initial=run.trainer.step, unit='step',
                                        dynamic_ncols=True, disable=not ranks.first))

@@ -532,8 +532,8 @@ def uci_session(
     name: str = 'rookworld_nb', # how the engine calls itself
     seed: int = 0,          # of the random moves that replace illegal answers
 ) -> Iterator[str]:         # what to answer, line by line
-    """Speak the UCI protocol; the model answers at once, so that limits and `stop` have nothing to do."""
-    board, rng = chess.Board(), random.Random(f'{seed} uci')
+    "Speak the UCI protocol; the model answers at once, whatever the limits; after `go infinite` it waits for `stop`."
+    board, rng, held = chess.Board(), random.Random(f'{seed} uci'), []
     for line in lines:
         command, *words = line.split() or ['']
         if command == 'uci':
@@ -554,7 +554,10 @@ def uci_session(
             move = legal_choice(answer, legal, rng)[0] if legal else '(none)'
             if move in (rated := dict(reversed([*zip(answer.moves, answer.evals)]))):  # the first where one is repeated
                 yield f'info depth 1 score cp {round(100*rated[move])} pv {move}'
-            yield f'bestmove {move}'
+            held = [f'bestmove {move}']
+            if not {'infinite', 'ponder'} & {*words}: yield held.pop()
+        elif command in ('stop', 'ponderhit') and held:
+            yield held.pop()
         elif command == 'quit':
             return
 

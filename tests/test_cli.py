@@ -379,6 +379,28 @@ def test_a_note_about_the_run_is_told_with_the_mistake(call, monkeypatch):
     assert call('positions')[2] == 'rookworld positions: bad, in the run x\n'
 
 
+@pytest.mark.parametrize('words, code, said', [
+    ('generate <&-', 2, 'rookworld generate: no prompts: the input is empty\n'), ('score <&-', 2, 'rookworld score: no rows to score: the input is empty\n'),
+    ('uci <&-', 0, ''), ('positions --n 2 >&-', 0, '')])
+def test_a_closed_stream_is_an_empty_one(words, code, said):
+    done = subprocess.run(['bash', '-c', f'{SCRIPT} {words}'], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (code, '', said)
+
+
+def test_a_file_that_the_system_refuses_is_no_traceback(call, tmp_path):
+    long, loop = tmp_path/('x'*300), tmp_path/'loop'
+    loop.symlink_to(loop)
+    assert call('report', str(long))[0] == 2 and call('score', str(loop))[::2] == (2, f'rookworld score: {loop}: Too many levels of symbolic links\n')
+
+
+def test_a_place_that_cannot_be_written_to_costs_no_examination(call, tmp_path, monkeypatch):
+    loop = tmp_path/'loop'
+    loop.symlink_to(loop)
+    monkeypatch.setattr('rookworld_nb.run.examine', raiser(AssertionError('an examination')))
+    code, _, said = call('train', '--output-dir', str(loop), '--steps', '1')
+    assert code == 2 and f'--output-dir {loop}: cannot be made' in said
+
+
 def test_a_full_disk_is_no_traceback():
     done = subprocess.run([sys.executable, '-m', 'rookworld_nb.cli', 'positions', '--n', '3'], stdout=open('/dev/full', 'w'), stderr=subprocess.PIPE, text=True)
     assert (done.returncode, done.stderr) == (2, 'rookworld positions: output: No space left on device\n')

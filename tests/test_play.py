@@ -50,6 +50,12 @@ def test_the_protocol_is_answered_line_by_line():
     assert said(player, 'position startpos moves e2e4', 'quit', 'go') == []
 
 
+@pytest.mark.parametrize('search, end', [('go infinite', 'stop'), ('go ponder wtime 1', 'ponderhit'), ('go ponder', 'stop')])
+def test_a_search_without_an_end_waits_to_be_told(search, end):
+    assert said(stubborn('e2e4'), search, 'isready') == ['info depth 1 score cp 50 pv e2e4', 'readyok']
+    assert said(stubborn('e2e4'), search, 'isready', end, end, 'isready')[1:] == ['readyok', 'bestmove e2e4', 'readyok']
+
+
 def test_an_illegal_best_move_gives_way_to_a_candidate_and_then_to_chance():
     assert said(stubborn('e7e5', 'd2d4'), 'go')[-1] == 'bestmove d2d4'
     drawn = {said(stubborn('e7e5'), f'position startpos moves {first}', 'go')[-1] for first in ('a2a3', 'b2b3')}
