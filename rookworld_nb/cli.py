@@ -872,7 +872,7 @@ OURS = ('FirstUpdateError', 'BatchShapeError', 'MissingInputError', 'WorkersLost
 def is_input_error(
     error: Exception,  # what was raised
 ) -> bool:  # True where the user can mend it
-    "An error class of this package that is about the input, or a file of the user's that cannot be opened."
+    "An error class of this package that is about the input, or a path of the user's that the system refuses."
     if isinstance(error, OSError):
         return error.filename is not None and not Path(str(error.filename)).is_relative_to(files_of('rookworld_nb'))
     told = isinstance(error, UsageError) or type(error).__module__.startswith('rookworld_nb.')

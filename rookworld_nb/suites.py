@@ -546,14 +546,14 @@ def uci_session(
             except ValueError as error:
                 board = None    # a move for an older position would be worse than none
                 yield f'info string position left out: {error}'
-        elif command == 'go' and board is None:
-            yield 'bestmove (none)'
         elif command == 'go':
-            answer, legal = player([board.fen()])[0], legal_moves(board.fen())
-            if 'searchmoves' in words: legal = legal & {*words} or legal
-            move = legal_choice(answer, legal, rng)[0] if legal else '(none)'
-            if move in (rated := dict(reversed([*zip(answer.moves, answer.evals)]))):  # the first where one is repeated
-                yield f'info depth 1 score cp {round(100*rated[move])} pv {move}'
+            move = '(none)'
+            if board is not None:
+                answer, legal = player([board.fen()])[0], legal_moves(board.fen())
+                if 'searchmoves' in words: legal = legal & {*words} or legal
+                if legal: move = legal_choice(answer, legal, rng)[0]
+                if move in (rated := dict(reversed([*zip(answer.moves, answer.evals)]))):  # the first of a repeated one
+                    yield f'info depth 1 score cp {round(100*rated[move])} pv {move}'
             held = [f'bestmove {move}']
             if not {'infinite', 'ponder'} & {*words}: yield held.pop()
         elif command in ('stop', 'ponderhit') and held:

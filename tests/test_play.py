@@ -69,6 +69,7 @@ def test_an_illegal_best_move_gives_way_to_a_candidate_and_then_to_chance():
 def test_a_bad_position_is_named_and_no_move_made_for_another(position):
     answers = said(stubborn('e7e5'), 'position startpos moves e2e4', f'position {position}', 'go')
     assert answers[0].startswith('info string position left out: ') and answers[1:] == ['bestmove (none)']
+    assert said(stubborn('e7e5'), f'position {position}', 'go infinite', 'isready', 'stop')[1:] == ['readyok', 'bestmove (none)']
 
 
 def test_a_move_that_is_listed_twice_has_its_first_evaluation():
