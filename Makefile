@@ -24,7 +24,7 @@ test: .venv/.dev ## every test: all notebooks, then tests/ (extra arguments for 
 	@bash .ci/debian stockfish:stockfish:"tests that ask the engine" \
 	    chromium:"chromium fonts-dejavu-core":"tests in a real browser" || true
 	export OMP_NUM_THREADS=1
-	half='full_run|scale'  # of the work in all notebooks: on the other core
+	half='full_run'  # of the work in all notebooks: on the other core
 	timeout 900 $(BIN)/nbdev_test --file_re "$$half" --n_workers 1 & slow=$$!
 	trap "kill $$slow 2>/dev/null || true" EXIT
 	timeout 900 $(BIN)/nbdev_test --skip_file_re "^[_.]|$$half" --n_workers 1 --timing

@@ -228,12 +228,12 @@ def settings_in(
     texts = {name.replace('-', '_'): value for name, value in table.items()}
     known = [name for name, flag in flags.items() if not flag.many]
     for name, value in texts.items():
+        if isinstance(value, dict):
+            raise UsageError(f'--config {path}: {name} is a table; write its lines, name = value, without its header')
         if name not in known:
             raise UsageError(f'--config {path}: ' + no_such('setting', name, known))
-        many = typing.get_origin(flags[name].kind) is tuple
-        if isinstance(value, dict) or isinstance(value, list) and not many:
-            kind = 'table' if isinstance(value, dict) else 'list'
-            raise UsageError(f'--config {path}: {name} is a {kind}; a setting is one value')
+        if isinstance(value, list) and typing.get_origin(flags[name].kind) is not tuple:
+            raise UsageError(f'--config {path}: {name} is a list; a setting is one value')
     return {name: as_text(value) for name, value in texts.items()}
 
 # %% ../nbs/25_cli.ipynb #abe8c3a4
@@ -363,10 +363,10 @@ def generate(
     import torch
     from rookworld_nb.run import torch_device
     from rookworld_nb.sampling import check_request, sample
-    from rookworld_nb.tasks import task_of
+    from rookworld_nb.tasks import check_prompt
     from rookworld_nb.weights import load_pretrained
     prompts = input_lines(prompts, 'prompts')
-    for prompt in prompts: task_of(prompt)
+    for prompt in prompts: check_prompt(prompt)
     at_least_one(batch=batch)
     check_request(prompts, group_size, max_new_tokens, temperature)
     policy, tokenizer = load_pretrained(model, torch_device(device))
@@ -437,6 +437,7 @@ def score(
     from rookworld_nb.rewards import RewardConfig, RewardScorer
     from rookworld_nb.rules import Stockfish
     settings = RewardConfig(**rewards)
+    at_least_one(nodes=nodes)
     places, rows = zip(*read_rows(files))
     prompts, completions, targets = ([row.get(name) for row in rows] for name in ('prompt', 'completion', 'target'))
     with Stockfish(stockfish_path, nodes) if engine or stockfish_path else nullcontext() as judge:
@@ -483,7 +484,7 @@ def label(
             raise UsageError('--input: needs --output, a new file, and no positions beside it')
         job = Labelling(str(output), shards, nodes, seed, padded, stockfish_path and str(stockfish_path))
         return emit(json.dumps(label_files(job, input, processes)))
-    at_least_one(processes=processes)
+    at_least_one(processes=processes, shards=shards)
     if output and output.suffix == '.gz': raise UsageError(f'--output {output}: plain text is added to it; not .gz')
     wanted = dict.fromkeys(fen_in(line) for line in input_lines(fens, 'FENs'))
     for number, fen in enumerate(wanted, 1):

@@ -839,7 +839,11 @@ def read_excluded(
 ) -> list[str]:        # their `fen_key`
     "Positions that must not be learned from."
     keys = []
-    for number, line in enumerate(Path(path).read_text(encoding='utf-8').splitlines() if path else [], 1):
+    try:
+        lines = Path(path).read_text(encoding='utf-8').splitlines() if path else []
+    except (OSError, UnicodeDecodeError) as error:
+        raise PretrainError(f'--exclude {path}: {getattr(error, "strerror", None) or "not a text file"}') from None
+    for number, line in enumerate(lines, 1):
         try:
             keys += [fen_key(line)] if line.strip() else []
         except InvalidFen as error:
@@ -938,9 +942,10 @@ def pretrain(
 ) -> Path:  # output_dir, with nano/, train.txt.gz and heldout.txt.gz as the package ships them, and metrics.jsonl
     "Make nano from nothing: data, training, prompts; started again it goes on where it stopped."
     folder = Path(config.output_dir)
-    folder.mkdir(parents=True, exist_ok=True)
     tokenizer = board_tokenizer()
     first_model(config, tokenizer)    # what is wrong with it, or with going on, is said before any data is made
+    read_excluded(config.exclude)
+    folder.mkdir(parents=True, exist_ok=True)
     checkpoint = folder/'checkpoint.pt'
     done = _load_checkpoint(checkpoint, config)['step'] if checkpoint.exists() else 0
     rows, validation = prepare(config, tokenizer)

@@ -27,7 +27,7 @@ from rapidfuzz.distance import Levenshtein
 from torch import Tensor
 
 from .rules import PATIENCE, Candidate, EngineError, EnvStep, env_step, legal_moves, win_probability
-from .tasks import MAX_MOVES, EnvAnswer, PolicyAnswer, parse_env, parse_policy, task_of
+from .tasks import MAX_MOVES, EnvAnswer, PolicyAnswer, check_prompt, parse_env, parse_policy, task_of
 
 # %% ../nbs/05_rewards.ipynb #06fb0aa1
 Shaping = Literal['graduated', 'continuous', 'linear', 'binary', 'ladder']
@@ -348,10 +348,8 @@ def prompt_position(
     prompt: str, # P: prompt
 ) -> str:        # its FEN
     """The position that a policy prompt asks about."""
-    fen = parse_policy(prompt).fen
-    if fen is None:
-        raise BadTarget(f'prompt {prompt!r} must be P: and a FEN')
-    return fen
+    check_prompt(prompt)
+    return parse_policy(prompt).fen
 
 # %% ../nbs/05_rewards.ipynb #cce6a954
 @lru_cache(maxsize=1024)
@@ -376,9 +374,8 @@ def rules_truth(
     prompt: str, # A: prompt, fen+uci+history+
 ) -> EnvStep:    # the answer by the rules of chess
     """Make the move of an A: prompt; cached."""
-    asked = parse_env(prompt if prompt.lstrip().startswith('A:') else f'A: {prompt}')
-    if asked.fen is None or asked.uci is None:
-        raise BadTarget(f'prompt {prompt!r} must be A: fen+uci+history+')
+    check_prompt(prompt)
+    asked = parse_env('A: ' + prompt.lstrip().removeprefix('A:'))
     return env_step(asked.fen, asked.uci, asked.history)
 
 

@@ -183,6 +183,7 @@ def parse_puzzles(
     columns, puzzles = LICHESS_COLUMNS, []
     if kind == 'lichess' and 'FEN' in (header := next(csv.reader([lines[0][1]]))):
         columns, lines = header, lines[1:]
+        if not lines: raise SuiteError(f'{name}: a header, and no puzzle below it')
     reader = {'lichess': lambda line, _: lichess_puzzle(dict(zip(columns, next(csv.reader([line]))))),
               'epd': epd_puzzle, 'bigbench': bigbench_puzzle}[kind]
     for number, line in lines[:limit]:

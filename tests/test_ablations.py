@@ -16,11 +16,12 @@ import pytest
 
 from rookworld_nb import ablations, cli
 from rookworld_nb.ablations import (DEFAULT, KEPT, SHARED, STUDIES, UNTRAINED, AblationError, cells_of, effects, keep, read_results,
-                                    run_place, run_study, settings_of)
+                                    run_cell, run_place, run_study, settings_of)
 from rookworld_nb.config import BY_SIZE, SMALL, TrainConfig
 from rookworld_nb.evaluate import evaluate, select_rows
 from rookworld_nb.grpo import BASELINES, REWARD_SCALES
 from rookworld_nb.kl import KL_ESTIMATORS
+from rookworld_nb.monitor import read_completions
 from rookworld_nb.rewards import RewardScorer, Shaping
 from rookworld_nb.run import Run, resumed_config
 from rookworld_nb.weights import ModelNameError
@@ -84,23 +85,28 @@ def test_runs_are_kept_and_not_repeated(tiny, tmp_path):
     pd.testing.assert_frame_equal(both[both['cell'] != 'dapo'].reset_index(drop=True), first, check_dtype=False)
 
 
-def test_every_run_is_examined_by_the_default_reward(tiny, monkeypatch, tmp_path):
+def run_here(folder, cell, **changes):
+    "One run of a study, in this process: its rows."
+    return run_cell(run_place(folder, cell, 1), cell, TrainConfig(**ablations.SHARED | changes, seed=1).for_size(SMALL), threads=1)
+
+
+def test_every_run_is_examined_by_the_default_reward(tiny, tmp_path):
     "Two cells that learn nothing differ in what they are paid, and not in the results."
-    still = {'lr': 1e-12}
-    monkeypatch.setattr(ablations, 'STUDIES', {'rewards': {'binary': still | {'reward_shaping': 'binary'}, 'ladder': still | {'reward_shaping': 'ladder'}}})
-    *_, results = run_study(tmp_path, seeds=1)
-    binary, ladder = (results[results['cell'] == cell]['value'].tolist() for cell in ('binary', 'ladder'))
-    assert binary == ladder == results[results['cell'] == UNTRAINED]['value'].tolist()
+    binary, ladder = ([row['value'] for row in run_here(tmp_path, shaping, lr=1e-12, reward_shaping=shaping)] for shaping in ('binary', 'ladder'))
+    untrained = [row['value'] for row in run_here(tmp_path, DEFAULT, lr=1e-12) if row['cell'] == UNTRAINED]
+    assert binary == ladder == untrained and len(untrained) == N_ROWS
+    paid = [read_completions(run_place(tmp_path, shaping, 1)/'completions'/'step-000001.csv')['reward'].tolist() for shaping in ('binary', 'ladder')]
+    assert paid[0] != paid[1]
 
 
 def test_a_study_that_is_killed_and_interrupted_goes_on(tiny, tmp_path):
     script = ("import sys; from rookworld_nb import ablations, cli\n"
-              f"ablations.SHARED, ablations.STUDIES = {tiny | {'steps': 12}}, {{'kl': {{'no KL': {{'kl_coef': 0.}}}}}}\n"
+              f"ablations.SHARED, ablations.STUDIES = {tiny | {'steps': 8}}, {{'kl': {{'no KL': {{'kl_coef': 0.}}}}}}\n"
               "if __name__ == '__main__': sys.exit(cli.main(['ablate', '--seeds', '1', '--output-dir', sys.argv[1]]))")
     (tmp_path/'study.py').write_text(script)
     command = [sys.executable, tmp_path/'study.py', tmp_path/'study']
     metrics = run_place(tmp_path/'study', DEFAULT, 1)/'metrics.jsonl'
-    for blow, rows, code in ((signal.SIGKILL, 3, -9), (signal.SIGINT, 6, 130)):
+    for blow, rows, code in ((signal.SIGKILL, 2, -9), (signal.SIGINT, 4, 130)):
         process = subprocess.Popen(command, stderr=subprocess.DEVNULL, start_new_session=True,
                                    preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))    # a test run in the background ignores it
         while not metrics.exists() or len(metrics.read_text().splitlines()) < rows:
@@ -108,18 +114,19 @@ def test_a_study_that_is_killed_and_interrupted_goes_on(tiny, tmp_path):
             time.sleep(.02)
         os.killpg(process.pid, blow)
         assert process.wait(timeout=120) == code
-        assert rows <= len(metrics.read_text().splitlines()) < 12 and not (tmp_path/'study'/'results.csv').exists()
+        assert rows <= len(metrics.read_text().splitlines()) < 8 and not (tmp_path/'study'/'results.csv').exists()
         assert not run_place(tmp_path/'study', 'no KL', 1).exists()    # it does not go on with the next run
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert read_results(tmp_path/'study')['steps'].tolist() == [0]*N_ROWS + [12]*2*N_ROWS
-    assert [json.loads(line)['step'] for line in metrics.read_text().splitlines()] == [*range(1, 13)]
+    assert read_results(tmp_path/'study')['steps'].tolist() == [0]*N_ROWS + [8]*2*N_ROWS
+    assert [json.loads(line)['step'] for line in metrics.read_text().splitlines()] == [*range(1, 9)]
     assert (metrics.parent/'train.log').read_text().count('Step    1 |') == 1
 
 
 def test_results_of_other_settings_are_refused(tiny, monkeypatch, tmp_path):
     monkeypatch.setattr(ablations, 'STUDIES', {})
-    list(run_study(tmp_path, seeds=1))
+    keep(tmp_path, run_here(tmp_path, DEFAULT))
+    assert len(list(run_study(tmp_path, seeds=1))) == 1    # nothing is left to run
     monkeypatch.setattr(ablations, 'SHARED', tiny | {'lr': 1e-3})
     for gone in ('results.csv', 'default'):
         with pytest.raises(AblationError, match='other settings'): list(run_study(tmp_path, seeds=1))
@@ -147,6 +154,7 @@ def test_a_change_of_a_default_changes_the_fingerprint(monkeypatch):
 
 def test_a_run_that_fails_is_named_and_the_study_stops(tiny, monkeypatch, tmp_path):
     monkeypatch.setitem(ablations.STUDIES['kl'], 'no KL', {'kl_coef': 0., 'model': str(tmp_path/'nowhere')})
+    keep(tmp_path/'study', run_here(tmp_path/'study', DEFAULT))
     with pytest.raises(ModelNameError, match='nowhere') as caught: list(run_study(tmp_path/'study', ['kl'], seeds=1))
     assert caught.value.__notes__ == ["in the run 'no KL' with seed 1"]
     assert read_results(tmp_path/'study')['cell'].unique().tolist() == [UNTRAINED, DEFAULT]

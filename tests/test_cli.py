@@ -198,6 +198,7 @@ class Child(Parent):
 # ---- mistakes
 
 ROW = json.dumps({'prompt': env_prompt(START, 'e2e4'), 'completion': ''})
+PROMPT = f'P: {START}'
 MISTAKES = [
     ('', '', ['train', 'positions']),
     ('trian', '', ['trian', 'train']),
@@ -207,7 +208,7 @@ MISTAKES = [
     ('positions extra', '', ['extra']),
     ('positions --n', '', ['--n']),
     ('positions --n ten', '', ['--n', 'ten', 'whole number']),
-    ('generate --seed 99999999999999999999', 'P: x', ['--seed', '99999999999999999999', '2^63']),
+    ('generate --seed 99999999999999999999', PROMPT, ['--seed', '99999999999999999999', '2^63']),
     ('positions --n 0', '', ['0', 'at least 1']),
     ('positions --n 100000', '', ['100000', 'at most']),
     ('positions --seed=1.5', '', ['--seed', '1.5']),
@@ -217,24 +218,29 @@ MISTAKES = [
     ('positions --config table.toml', '', ['table.toml', 'n', 'table']),
     ('positions --config value.toml', '', ['value.toml', 'n', 'many']),
     ('positions --config list.toml', '', ['list.toml', 'n is a list']),
+    ('train --config train.toml', '', ['train.toml', 'train is a table', 'name = value']),
     ('generate', '', ['no prompts']),
     ('generate hello', '', ['hello', 'P: ']),
-    ('generate --temperature -1 P:x', '', ['temperature', '-1']),
-    ('generate --temperature nan P:x', '', ['--temperature', 'nan']),
-    ('generate --group-size 0 P:x', '', ['--group-size', '0']),
-    ('generate --max-new-tokens 0 P:x', '', ['--max-new-tokens', '0']),
-    ('generate --batch 0 P:x', '', ['--batch', '0']),
-    ('generate --device tpu P:x', '', ['--device', 'tpu', 'cpu']),
-    ('generate --device cuda:99 P:x', '', ['--device', 'cuda:99', 'cpu']),
-    ('generate --model no/such/folder P:x', '', ['no/such/folder']),
-    ('generate --model here P:x', '', ['here']),
+    ('generate', 'P: hello', ['P: hello', 'a FEN']), ('generate', PROMPT + '\nA: x+y', ['A: x+y', 'fen+uci+history+']),
+    ('generate --temperature -1', PROMPT, ['temperature', '-1']),
+    ('generate --temperature nan', PROMPT, ['--temperature', 'nan']),
+    ('generate --group-size 0', PROMPT, ['--group-size', '0']),
+    ('generate --max-new-tokens 0', PROMPT, ['--max-new-tokens', '0']),
+    ('generate --batch 0', PROMPT, ['--batch', '0']),
+    ('generate --device tpu', PROMPT, ['--device', 'tpu', 'cpu']),
+    ('generate --device cuda:99', PROMPT, ['--device', 'cuda:99', 'cpu']),
+    ('generate --model no/such/folder', PROMPT, ['no/such/folder']),
+    ('generate --model here', PROMPT, ['here']),
     ('eval --model run', '', ['run folder', 'run/final_checkpoint']), ('eval --model empty', '', ['no config.json', 'empty']),
     ('score utf16.txt', '', ['utf16.txt', 'plain text']), ('train --data onlyp.txt', '', ['A: prompts', 'give 0']),
     ('train --output-dir bad.toml/run', '', ['--output-dir', 'bad.toml']), ('pretrain --n-head 7', '', ['--n-head 7', '160']),
     ('pretrain --lr -1', '', ['--lr -1']), ('train --resume --output-dir torn', '', ['torn/config.json', 'not JSON']),
     ('score', '', ['no rows']),
     ('score no.jsonl', '', ['no.jsonl']),
-    ('score', ROW + '\nnonsense', ['line 2', 'JSON']),
+    ('score', ROW + '\nnonsense', ['line 2', 'JSON']), ('score --nodes 0', ROW, ['--nodes', '0']), ('label --shards 0', START, ['--shards', '0']),
+    ('score', '{"prompt": "A: ' + START + '+e2e4", "completion": "x"}', ['line 1', 'fen+uci+history+']),
+    ('pretrain --output-dir made --exclude gone.txt', '', ['--exclude gone.txt', 'No such file']),
+    ('eval --suite puzzles --data header.csv', '', ['header.csv', 'no puzzle']),
     ('score', ROW + '\n{"prompt": "P: x"}', ['line 2', 'completion']),
     ('score', ROW + '\n[1]', ['line 2', 'object']),
     ('score', ROW[:-1] + ', "target": 3}', ['line 1', 'target', '3']),
@@ -325,6 +331,8 @@ def test_a_mistake_costs_one_line_and_creates_nothing(words, stdin, named, call,
     (cwd/'utf16.txt').write_text(ROW, encoding='utf-16')
     (cwd/'onlyp.txt').write_text(shipped('train')[0].line)
     (cwd/'table.toml').write_text('[n]\nx = 3')
+    (cwd/'train.toml').write_text('[train]\nsteps = 3')
+    (cwd/'header.csv').write_text('PuzzleId,FEN,Moves\n')
     (cwd/'value.toml').write_text('n = "many"')
     (cwd/'list.toml').write_text('n = [5]')
     (cwd/'lines.txt').write_text('\n'.join(env_lines(2)))

@@ -4,6 +4,7 @@ import math
 import random
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import chess
@@ -277,7 +278,8 @@ def test_what_is_excluded_is_read_line_by_line(tmp_path):
     with pytest.raises(PretrainError, match='fens.txt, line 2'): read_excluded(str(file))
 
 
-def test_no_shipped_position_is_learned_from(tmp_path):
+def test_no_shipped_position_is_learned_from(tmp_path, monkeypatch):
+    monkeypatch.setattr(pretrain_module, 'make_stress', partial(make_stress, per_kind=3))
     rng, tokenizer = random.Random(0), board_tokenizer()
     puzzles = [chess.Board(puzzle.questions[0].fen) for name in PUZZLES for puzzle in shipped_puzzles(name)[:2]]
     boards = {part: [random_play(rng, rng.randint(8, 30)) for _ in range(n)] for part, n in (('data', 30), ('prompts', 12))}

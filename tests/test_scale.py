@@ -228,27 +228,28 @@ def test_a_ticket_whose_workers_die_is_given_up(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('blow', [signal.SIGKILL, signal.SIGINT])
-def test_a_killed_study_goes_on_inside_the_trial(tmp_path, lines, blow):
+def test_a_study_that_is_killed_and_interrupted_goes_on_inside_the_trial(tmp_path, lines):
     given = tiny(tmp_path, lines, steps=12)
     (tmp_path/'study.py').write_text(f'import sys\nfrom rookworld_nb import cli, scale\nscale.BEAT, scale.POLL = 1, .1\n'
                                      f'if __name__ == "__main__": sys.exit(cli.main({cli_words(given, "lr=1e-4|2e-4")}))')
-    process = subprocess.Popen([sys.executable, tmp_path/'study.py'], stderr=subprocess.PIPE, text=True, start_new_session=True,
-                               preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))    # a test run in the background ignores it
     metrics = [tmp_path/'study'/f'trial-000{i}'/'metrics.jsonl' for i in range(2)]
-    while not metrics[0].exists() or len(metrics[0].read_text().splitlines()) < 3:
-        assert process.poll() is None, process.stderr.read()
-        time.sleep(.05)
-    os.killpg(process.pid, blow)
-    process.communicate(timeout=60)
-    assert 3 <= len(metrics[0].read_text().splitlines()) < 12 and not metrics[1].exists()
+    for blow, rows in ((signal.SIGINT, 3), (signal.SIGKILL, 6)):
+        process = subprocess.Popen([sys.executable, tmp_path/'study.py'], stderr=subprocess.PIPE, text=True, start_new_session=True,
+                                   preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))    # a test run in the background ignores it
+        while not metrics[0].exists() or len(metrics[0].read_text().splitlines()) < rows:
+            assert process.poll() is None, process.stderr.read()
+            time.sleep(.05)
+        os.killpg(process.pid, blow)
+        process.communicate(timeout=60)
+        assert rows <= len(metrics[0].read_text().splitlines()) < 12
+        assert blow == signal.SIGKILL or not metrics[1].exists()    # an interrupted study begins no other trial
     done = subprocess.run([sys.executable, tmp_path/'study.py'], capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
     for path in metrics:
         assert [row['step'] for row in metric_rows(path)] == [*range(1, 13)]
         assert (path.parent/'train.log').read_text().count('Step    1 |') == 1
     trials = by_ticket(open_study(Search(given, ('lr=1e-4|2e-4',))))
-    assert [len(each) for each in trials.values()] == [2, 1] and '2 of 2 trials' in done.stdout
+    assert [len(each) for each in trials.values()] == [3, 1] and '2 of 2 trials' in done.stdout
 
 
 def cli_words(given, space):
