@@ -633,6 +633,8 @@ def evaluate_model(
     puzzles, openings = suite_puzzles(suite, data, limit), suite_openings(suite, games, levels, stockfish_path)
     samples = evaluation_samples(data, suite, limit)
     for each in temperature: check_request(['P: '], samples_per_prompt, 1, each)
+    if samples_per_prompt > 1 and not any(temperature):
+        raise UsageError(f'--samples-per-prompt {samples_per_prompt}: greedy answers are alike; give a --temperature')
     if against is not None and not samples:
         raise UsageError(f'--against {against}: compares policy, env and stress, not {",".join(suite)}')
     device = torch_device(device)

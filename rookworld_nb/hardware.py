@@ -466,7 +466,7 @@ def in_company() -> Iterator[None]:
     except RuntimeError as error:
         if is_out_of_memory(error):
             raise
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if dist.is_torchelastic_launched(): signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun ends the rest
         why = re.sub(r'^\[[^]]*\] *', '', (str(error).strip() or type(error).__name__).splitlines()[0])
         raise RankError(f'another process is gone or late ({why[:160]}); with --resume the run goes on from its newest '
                         'checkpoint, on any number of processes') from error

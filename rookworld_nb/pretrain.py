@@ -179,6 +179,7 @@ def whole_shard(
 def _make_shards(paths: list[Path], make, processes: int) -> list[Path]:
     "Call make(number) for every shard that is not there yet, in several processes."
     missing = [number for number, path in enumerate(paths) if not path.exists()]
+    if not missing: return paths
     with multiprocessing.get_context('spawn').Pool(processes) as pool:
         for done, _ in enumerate(pool.imap_unordered(make, missing), len(paths) - len(missing) + 1):
             logger.info('%s: %d of %d', paths[0].parent.name, done, len(paths))

@@ -67,7 +67,7 @@ def training_samples(
     if not samples:
         raise DataError(f'--data {config.data}: no usable P: or A: line')
     taken = seen_positions(heldout)    # an answer, too, may show what another prompt asks
-    apart = [sample for sample in samples if not seen_positions([sample]) & taken]
+    apart = [sample for sample in samples if not seen_positions([sample]) & taken] if taken else samples
     if len(apart) < len(samples):
         logger.warning('--data %s: %d of %d lines show positions of the evaluation, and are left out', config.data,
                        len(samples) - len(apart), len(samples))

@@ -2,6 +2,7 @@
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 from dataclasses import asdict
@@ -327,7 +328,9 @@ def test_components_are_what_the_tensors_say(setup):
 
 
 def test_a_failed_exchange_without_a_word_is_named_by_its_kind():
+    before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(RankError, match='gone or late .RuntimeError.'), in_company(): raise RuntimeError
+    assert signal.getsignal(signal.SIGTERM) == before    # torchrun has not started this process: it can still be ended
 
 
 @linux
