@@ -7,10 +7,10 @@ __all__ = ['logger', 'REQUIRED', 'READERS', 'SUITES', 'Suites', 'HEADINGS', 'COM
            'comments_in', 'Flag', 'flags_of', 'parse_value', 'as_text', 'Parser', 'placeholder', 'parser_of', 'no_such',
            'settings_in', 'read_settings', 'input_lines', 'at_least_one', 'emit', 'without_nan', 'positions', 'uci',
            'batches', 'generate', 'read_rows', 'read_row', 'check_row', 'score', 'positions_in', 'label',
-           'evaluation_samples', 'measure', 'suite_puzzles', 'suite_openings', 'play_suites', 'evaluate_model',
-           'metric_tables', 'report_evaluation', 'as_columns', 'train', 'pretrain', 'report', 'ablate', 'search',
-           'push', 'batch_size', 'Command', 'run_command', 'overview', 'is_input_error', 'drop_output',
-           'console_logging', 'main']
+           'evaluation_samples', 'measure', 'check_passes', 'suite_puzzles', 'suite_openings', 'play_suites',
+           'evaluate_model', 'metric_tables', 'report_evaluation', 'as_columns', 'train', 'pretrain', 'report',
+           'ablate', 'search', 'push', 'batch_size', 'Command', 'run_command', 'overview', 'is_input_error',
+           'drop_output', 'console_logging', 'main']
 
 # %% ../nbs/25_cli.ipynb #0f1f1bea
 import argparse
@@ -546,6 +546,17 @@ def measure(
     return pd.concat(evaluate(*loaded, samples, each, scorer=scorer, **options) for each in temperatures)
 
 # %% ../nbs/25_cli.ipynb #3c221759
+def check_passes(
+    temperature: tuple[float, ...],  # of each pass
+    samples: int,                    # completions of a prompt
+) -> None:
+    "Refuse what cannot be sampled, or would be the same several times."
+    from rookworld_nb.sampling import check_request
+    for each in temperature: check_request(['P: '], samples, 1, each)
+    if samples > 1 and not any(temperature):
+        raise UsageError(f'--samples-per-prompt {samples}: greedy answers are alike; give a --temperature above 0')
+
+
 def suite_puzzles(
     suite: tuple[str, ...],  # what to measure
     data: Path | None,       # the file of --suite puzzles
@@ -626,15 +637,12 @@ def evaluate_model(
 ) -> None:
     "Measure a model: held-out positions, puzzles, self-play, matches; with confidence intervals."
     from rookworld_nb.run import torch_device
-    from rookworld_nb.sampling import check_request
     from rookworld_nb.suites import model_player, model_simulator, model_world
     from rookworld_nb.weights import load_pretrained
     at_least_one(limit=limit, samples_per_prompt=samples_per_prompt, max_new_tokens=max_new_tokens, batch=batch)
     puzzles, openings = suite_puzzles(suite, data, limit), suite_openings(suite, games, levels, stockfish_path)
     samples = evaluation_samples(data, suite, limit)
-    for each in temperature: check_request(['P: '], samples_per_prompt, 1, each)
-    if samples_per_prompt > 1 and not any(temperature):
-        raise UsageError(f'--samples-per-prompt {samples_per_prompt}: greedy answers are alike; give a --temperature')
+    check_passes(temperature, samples_per_prompt)
     if against is not None and not samples:
         raise UsageError(f'--against {against}: compares policy, env and stress, not {",".join(suite)}')
     device = torch_device(device)

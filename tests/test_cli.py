@@ -270,7 +270,7 @@ MISTAKES = [
     ('eval --data lines.txt --temperature 0,x', '', ['--temperature', 'x']),
     ('eval --data lines.txt --temperature=-1', '', ['temperature', '-1']),
     ('eval --data lines.txt --samples-per-prompt 0', '', ['--samples-per-prompt', '0']),
-    ('eval --data lines.txt --samples-per-prompt 4', '', ['--samples-per-prompt 4', 'give a --temperature']),
+    ('eval --data lines.txt --samples-per-prompt 4', '', ['--samples-per-prompt 4', 'give a --temperature above 0']),
     ('eval --data lines.txt --max-new-tokens 0', '', ['--max-new-tokens', '0']),
     ('eval --data lines.txt --batch 0', '', ['--batch', '0']),
     ('eval --data lines.txt --model no/such/folder', '', ['no/such/folder']),
