@@ -7,7 +7,7 @@ __all__ = ['logger', 'REQUIRED', 'READERS', 'SUITES', 'Suites', 'HEADINGS', 'COM
            'comments_in', 'Flag', 'flags_of', 'parse_value', 'as_text', 'Parser', 'placeholder', 'parser_of', 'no_such',
            'settings_in', 'read_settings', 'input_lines', 'at_least_one', 'emit', 'without_nan', 'positions', 'uci',
            'batches', 'generate', 'read_rows', 'read_row', 'check_row', 'score', 'positions_in', 'label',
-           'evaluation_samples', 'measure', 'check_passes', 'suite_puzzles', 'suite_openings', 'play_suites',
+           'evaluation_samples', 'check_passes', 'measure', 'suite_puzzles', 'suite_openings', 'play_suites',
            'evaluate_model', 'metric_tables', 'report_evaluation', 'as_columns', 'train', 'pretrain', 'report',
            'ablate', 'search', 'push', 'batch_size', 'Command', 'run_command', 'overview', 'is_input_error',
            'drop_output', 'console_logging', 'main']
@@ -529,6 +529,17 @@ SUITES = {'policy': 'P', 'env': 'A', 'stress': 'A'}  # suites of prompts with ta
 Suites = tuple[Literal['policy', 'env', 'stress', 'mate', 'tactics', 'puzzles', 'selfplay', 'stockfish'], ...]
 
 # %% ../nbs/25_cli.ipynb #137bf267
+def check_passes(
+    temperature: tuple[float, ...],  # of each pass
+    samples: int,                    # completions of a prompt
+) -> None:
+    "Refuse what cannot be sampled, or would be the same several times."
+    from rookworld_nb.sampling import check_request
+    for each in temperature: check_request(['P: '], samples, 1, each)
+    if samples > 1 and not any(temperature):
+        raise UsageError(f'--samples-per-prompt {samples}: greedy answers are alike; give a --temperature above 0')
+
+
 def measure(
     loaded: tuple,                  # model and tokenizer
     samples: list,                  # of `evaluation_samples`
@@ -546,17 +557,6 @@ def measure(
     return pd.concat(evaluate(*loaded, samples, each, scorer=scorer, **options) for each in temperatures)
 
 # %% ../nbs/25_cli.ipynb #3c221759
-def check_passes(
-    temperature: tuple[float, ...],  # of each pass
-    samples: int,                    # completions of a prompt
-) -> None:
-    "Refuse what cannot be sampled, or would be the same several times."
-    from rookworld_nb.sampling import check_request
-    for each in temperature: check_request(['P: '], samples, 1, each)
-    if samples > 1 and not any(temperature):
-        raise UsageError(f'--samples-per-prompt {samples}: greedy answers are alike; give a --temperature above 0')
-
-
 def suite_puzzles(
     suite: tuple[str, ...],  # what to measure
     data: Path | None,       # the file of --suite puzzles
