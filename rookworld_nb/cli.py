@@ -363,10 +363,10 @@ def generate(
     import torch
     from rookworld_nb.run import torch_device
     from rookworld_nb.sampling import check_request, sample
-    from rookworld_nb.tasks import check_prompt
+    from rookworld_nb.tasks import read_prompt
     from rookworld_nb.weights import load_pretrained
     prompts = input_lines(prompts, 'prompts')
-    for prompt in prompts: check_prompt(prompt)
+    for prompt in prompts: read_prompt(prompt)
     at_least_one(batch=batch)
     check_request(prompts, group_size, max_new_tokens, temperature)
     policy, tokenizer = load_pretrained(model, torch_device(device))

@@ -945,8 +945,6 @@ def pretrain(
     folder = Path(config.output_dir)
     tokenizer = board_tokenizer()
     first_model(config, tokenizer)    # what is wrong with it, or with going on, is said before any data is made
-    read_excluded(config.exclude)
-    folder.mkdir(parents=True, exist_ok=True)
     checkpoint = folder/'checkpoint.pt'
     done = _load_checkpoint(checkpoint, config)['step'] if checkpoint.exists() else 0
     rows, validation = prepare(config, tokenizer)

@@ -27,7 +27,7 @@ from rapidfuzz.distance import Levenshtein
 from torch import Tensor
 
 from .rules import PATIENCE, Candidate, EngineError, EnvStep, env_step, legal_moves, win_probability
-from .tasks import MAX_MOVES, EnvAnswer, PolicyAnswer, check_prompt, parse_env, parse_policy, task_of
+from .tasks import MAX_MOVES, EnvAnswer, PolicyAnswer, parse_env, parse_policy, read_prompt, task_of
 
 # %% ../nbs/05_rewards.ipynb #06fb0aa1
 Shaping = Literal['graduated', 'continuous', 'linear', 'binary', 'ladder']
@@ -348,8 +348,9 @@ def prompt_position(
     prompt: str, # P: prompt
 ) -> str:        # its FEN
     """The position that a policy prompt asks about."""
-    check_prompt(prompt)
-    return parse_policy(prompt).fen
+    if task_of(prompt) != 'P':
+        raise BadTarget(f'prompt {prompt!r} must be P: and a FEN')
+    return read_prompt(prompt).fen
 
 # %% ../nbs/05_rewards.ipynb #cce6a954
 @lru_cache(maxsize=1024)
@@ -374,8 +375,7 @@ def rules_truth(
     prompt: str, # A: prompt, fen+uci+history+
 ) -> EnvStep:    # the answer by the rules of chess
     """Make the move of an A: prompt; cached."""
-    check_prompt(prompt)
-    asked = parse_env('A: ' + prompt.lstrip().removeprefix('A:'))
+    asked = read_prompt(prompt)
     return env_step(asked.fen, asked.uci, asked.history)
 
 

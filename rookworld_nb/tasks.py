@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['MAX_MOVES', 'HISTORY_PLIES', 'FIELD_WIDTHS', 'TaskFormatError', 'is_uci', 'is_fen', 'policy_prompt', 'format_policy',
            'env_prompt', 'format_env', 'PolicyAnswer', 'parse_policy', 'EnvAnswer', 'parse_env', 'Part', 'policy_parts',
-           'env_parts', 'task_of', 'check_prompt', 'split_line']
+           'env_parts', 'task_of', 'read_prompt', 'split_line']
 
 # %% ../nbs/02_tasks.ipynb #e1486924
 import re
@@ -253,16 +253,18 @@ def task_of(
     if prompt.startswith('A:') or prompt.count('+') >= 3: return 'A'
     raise TaskFormatError(f"a prompt starts with 'P: ' or 'A: ', not {prompt[:60]!r}")
 
-def check_prompt(
-    prompt:str, # "P: FEN" or "A: FEN+MOVE+HISTORY+"; of an A: prompt the prefix may be missing
-)->None:
-    "Refuse what neither task asks with a TaskFormatError that names it."
+def read_prompt(
+    prompt:str,               # "P: FEN" or "A: FEN+MOVE+HISTORY+"; of an A: prompt the prefix may be missing
+)->PolicyAnswer|EnvAnswer:    # the fields that a prompt has
+    "Read what is asked; a TaskFormatError names what neither task asks."
     if task_of(prompt) == 'P':
-        if parse_policy(prompt.lstrip()).fen is None: raise TaskFormatError(f'prompt {prompt!r} must be P: and a FEN')
-        return
+        asked = parse_policy(prompt.lstrip())
+        if asked.fen is None: raise TaskFormatError(f'prompt {prompt!r} must be P: and a FEN')
+        return asked
     asked = parse_env('A: ' + prompt.lstrip().removeprefix('A:'))
     if asked.fen is None or asked.uci is None or prompt.count('+') < 3:
         raise TaskFormatError(f'prompt {prompt!r} must be A: fen+uci+history+')
+    return asked
 
 def split_line(
     line:str,         # a P: or A: line, or an A: line whose prefix is missing

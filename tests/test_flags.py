@@ -20,15 +20,12 @@ from rookworld_nb.rewards import RewardTerms
 SHORT = {'--steps': 3, '--batch-positions': 2, '--group-size': 4, '--max-new-tokens': 32, '--eval-policy': 0, '--eval-env': 0, '--seed': 3,
          '--mix-env-ratio': .5, '--warmup-steps': 0, '--device': 'cpu', '--lr': 1e-3, '--replays': 2,
          '--loss-type': 'dapo'}
-POOLS = by_task(shipped('train'))
-LINES = POOLS['P'][2000:2300] + POOLS['A'][-600:]    # all of them take half a second to read, in each of these runs
-RARE = {sample.prompt: is_rare(sample) for sample in POOLS['A']}
+RARE = {sample.prompt: is_rare(sample) for sample in by_task(shipped('train'))['A']}
 
 
 def train(folder, flags, capsys):
     "Run the command; what it wrote and what it said."
-    write_lines(LINES, data := Path(folder).parent/'lines.txt')
-    given = SHORT | {'--output-dir': folder, '--data': data} | flags
+    given = SHORT | {'--output-dir': folder} | flags
     words = [str(word) for name, value in given.items() for word in ((name,) if value is True else (name, value))]
     code = cli.main(['train', *words])
     said = capsys.readouterr()
@@ -216,7 +213,7 @@ def few_sizes(monkeypatch):
 def test_the_search_chooses_the_batch_and_leaves_no_trace(few_sizes, tmp_path, capsys):
     auto = {name: value for name, value in SHORT.items() if name != '--batch-positions'} | {'--save-every': 1}
     given = train(tmp_path/'given', {'--batch-positions': 3}, capsys)
-    words = [str(word) for name, value in (auto | {'--output-dir': tmp_path/'auto', '--data': tmp_path/'lines.txt'}).items() for word in (name, value)]
+    words = [str(word) for name, value in (auto | {'--output-dir': tmp_path/'auto'}).items() for word in (name, value)]
     assert cli.main(['train', '--auto-batch-size', *words]) == 0
     said = capsys.readouterr().err
     assert 'Memory profile: 2 positions x 4 completions' in said and 'Optimal batch configuration found: 3 positions x 4 completions = 12' in said

@@ -17,7 +17,6 @@ from rookworld_nb.tasks import (
     EnvAnswer,
     PolicyAnswer,
     TaskFormatError,
-    check_prompt,
     env_prompt,
     format_env,
     format_policy,
@@ -26,6 +25,7 @@ from rookworld_nb.tasks import (
     parse_env,
     parse_policy,
     policy_prompt,
+    read_prompt,
     split_line,
     task_of,
 )
@@ -435,14 +435,15 @@ def test_task_of():
 
 @pytest.mark.parametrize('prompt', [f'P: {START}', f'P: {START} M: e2e4', f' P: {START}', f'A: {START}+e2e4+e2e4+', f'{START}+e2e4++', f'A: {START}+e2e4+e2e4+{START}'])
 def test_prompts_of_both_tasks_pass(prompt):
-    check_prompt(prompt)
+    asked = read_prompt(prompt)
+    assert asked.fen == START and (task_of(prompt) == 'P' or asked.uci == 'e2e4')
 
 
 @pytest.mark.parametrize('prompt, said', [
     ('P: hello', 'P: and a FEN'), ('P: 9/8 w - - 0 1', 'P: and a FEN'), ('P:', 'P: and a FEN'), (f'A: {START}+e2e4+', 'fen.uci.history'), (f'A: {START}+e2e4', 'fen.uci'),
     (f'A: {START}+++', 'fen.uci'), ('A: x+y+z+', 'fen.uci'), ('A: ', 'fen.uci'), ('hello', 'starts with')])
 def test_what_no_task_asks_is_refused_by_name(prompt, said):
-    with pytest.raises(TaskFormatError, match=said) as caught: check_prompt(prompt)
+    with pytest.raises(TaskFormatError, match=said) as caught: read_prompt(prompt)
     assert prompt[:20] in str(caught.value)
 
 
