@@ -63,8 +63,9 @@ $(BIN)/python:
 # torch comes first and pinned, so that pip takes the build that is at hand and never looks for another
 define install
 @echo "Installing rookworld_nb$(1) into .venv (once; torch is the large part)"
-$(PIP) install -c constraints.txt $(TORCH)
-$(PIP) install -c constraints.txt -e '.$(1)'
+$(PIP) install --no-compile -c constraints.txt $(TORCH)
+$(PIP) install --no-compile -c constraints.txt -e '.$(1)'
+$(BIN)/python -m compileall -qq -j 0 .venv/lib || true  # on all cores, where pip takes one; a few packages hold files that are no Python
 touch $@
 endef
 

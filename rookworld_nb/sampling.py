@@ -37,9 +37,7 @@ def draw(
     if temperature == 0: ids = logprobs.argmax(-1, keepdim=True)
     else:
         cumulative = logprobs.exp().cumsum(-1)
-        total = cumulative[:, -1:]
-        target = (noise[:, None]*total).minimum(total.nextafter(torch.zeros_like(total)))  # stays below the total
-        ids = torch.searchsorted(cumulative, target, right=True)
+        ids = torch.searchsorted(cumulative, noise[:, None]*cumulative[:, -1:], right=True)
     return ids.squeeze(1), logprobs.gather(1, ids).squeeze(1)
 
 # %% ../nbs/06_sampling.ipynb #4407b6f1
