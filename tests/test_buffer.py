@@ -391,6 +391,18 @@ def test_what_was_just_sampled_is_dealt_first(model, size):
     assert bool(mixed) == (size > 4)    # a smaller minibatch finds enough of one collection
 
 
+def test_a_late_group_joins_the_pass_that_is_going_on(model):
+    "No group is dealt a second time before those that were there have had their turn, the latecomers neither."
+    source, late = buffer(model, prompts=4, capacity=4, replays=6, minibatch_positions=3, fresh_share=.2), 0
+    for _ in range(40):
+        known = max((group.due for group in source.groups), default=0)
+        minibatch = next(source)
+        due = [group.due for group in source.groups]
+        assert max(due) - min(due) <= 1
+        late += minibatch.fresh and known > 2
+    assert late > 2
+
+
 def test_an_empty_batch_of_prompts_is_named(model):
     source = collector(model)
     source.prompts = iter([[]])

@@ -354,6 +354,10 @@ def test_buckets_are_a_partition_of_like_lengths(lengths):
         assert len(bucket) and inside.max() <= 1.5*max(int(inside.min()), 8)
 
 
+def test_short_completions_share_a_bucket():
+    assert [bucket.tolist() for bucket in length_buckets(torch.tensor([12, 0, 3, 13, 1, 19]))] == [[0, 1, 2, 4], [3, 5]]
+
+
 @settings(CALM, max_examples=30)
 @given(st.lists(st.integers(0, 20), min_size=6, max_size=6), st.integers(0, 1000))
 def test_hidden_states_come_in_row_order_whatever_the_lengths(lengths, seed):
