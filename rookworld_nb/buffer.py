@@ -202,7 +202,7 @@ class Experience:
 
     @cached_property
     def table(self) -> pd.DataFrame:
-        "One row a completion: prompt, completion, its length, advantage among its group (no critic's) and reward components."
+        "One row a completion: prompt, completion, its length, advantage in its group and reward components."
         frames = []
         for part in self.parts:
             prompts = [sample.prompt for sample in part.samples for _ in range(self.group_size)]

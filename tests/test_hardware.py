@@ -258,7 +258,7 @@ def test_an_allocation_beyond_the_limit_raises():
 
 def test_nothing_fits():
     found = BatchSearch((MemoryProfile(9., 10., .9, 2, 4, 8),), .85, '2 x 4 takes more than 85%')
-    with pytest.raises(HardwareError, match='no batch fits: 1 x 4 takes more than 85%; --gradient-checkpointing'):
+    with pytest.raises(HardwareError, match='no batch fits: 2 x 4 takes more than 85%; --gradient-checkpointing'):
         found.best
     for target in (0, 1.1, -1, float('nan')):
         with pytest.raises(HardwareError, match='--target'):
