@@ -812,7 +812,7 @@ def batch_size(
     target: float = 0.85,         # share of the memory that a batch may take
     group_size: int = 4,          # completions per prompt; give what train is given, 8 without a flag
     max_new_tokens: int = 144,    # longest completion
-    micro_batch_size: int | None = None, # completions per forward pass of an update; none: all of a task
+    micro_batch_size: int | None = None, # completions per forward pass of an update; none: as train does
     gradient_checkpointing: bool = False, # backward computes each block again instead of storing its inside
     bf16: bool = False,           # multiply in bfloat16 inside the model's blocks
     device: str = 'auto',         # cpu, cuda, cuda:1; auto takes the GPU where there is one

@@ -92,7 +92,7 @@ class UpdateOptions:
     weight_decay: float = 0.01        # of AdamW, on matrices only
     grad_clip: float = 1.0            # longest gradient
     minibatch_positions: int | None = None # prompts an optimiser step learns from; none: those of a batch
-    micro_batch_size: int | None = None # completions per forward pass, a matter of memory alone; none: all of a task
+    micro_batch_size: int | None = None # completions per forward pass; none: some 1500 tokens on a CPU, a task on a GPU
     clip_range: float = 0.2           # the ratio is clipped to 1 - clip_range ...
     clip_range_high: float | None = None # ... 1 + clip_range_high; none: the same
     importance_level: str = 'token'   # the ratio is of each token or of the whole sequence (GSPO): token | sequence

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from rookworld_nb import trainer as trainer_module
 from rookworld_nb.buffer import BufferConfig, Collector, CollectorConfig, CountingTask, RolloutBuffer, counting_policy
 from rookworld_nb.grpo import grpo_loss
 from rookworld_nb.hardware import ALONE
@@ -16,9 +17,9 @@ from rookworld_nb.kl import KLConfig, SettingError
 from rookworld_nb.model import GPT
 from rookworld_nb.positions import PromptMix, Sample
 from rookworld_nb.rewards import Scores
-from rookworld_nb.sampling import completion_logprobs
-from rookworld_nb.trainer import (RECENT, Critic, FirstUpdateError, Health, Learning, Trainer, TrainerConfig, accumulate_gradients, build_optimizer,
-                                  check_first_update, find_failure, items_of, lr_factor, micro_batches, restore_trainer, speed, trainer_state, update)
+from rookworld_nb.sampling import completion_logprobs, sample
+from rookworld_nb.trainer import (RECENT, Critic, FirstUpdateError, Health, Learning, MicroBatch, Trainer, TrainerConfig, accumulate_gradients, build_optimizer,
+                                  check_first_update, find_failure, items_of, lr_factor, micro_batches, restore_trainer, speed, trainer_state, update, usual_piece)
 
 TASK = CountingTask()
 G = 4
@@ -228,6 +229,23 @@ def test_pieces_hold_every_row_once(model):
         assert all(len(m.completion_ids) <= (size or 99) for m in cut)
 
 
+@pytest.mark.parametrize('tokens, pieces', [(10**6, 1), (1, 4), (12, 2)])
+def test_the_usual_piece_holds_whole_groups_and_about_so_many_tokens(model, monkeypatch, tokens, pieces):
+    "Four prompts of 2 tokens with four completions of at most 1 each: 24 tokens."
+    monkeypatch.setattr(trainer_module, 'PIECE_TOKENS', tokens)
+    rollouts = sample(model, CountingTask().tokenizer, ['P: 1', 'P: 2', 'P: 3', 'P: 4'], G, 1, 1.)
+    assert usual_piece(rollouts)*pieces == len(rollouts.texts) == 4*G
+    assert usual_piece(rollouts.to('meta')) == 4*G    # any device but a CPU wants all at once
+
+
+def test_the_usual_pieces_are_what_a_step_takes(model, monkeypatch):
+    experience, seen = uneven(model), []
+    monkeypatch.setattr(trainer_module, 'PIECE_TOKENS', 1)
+    monkeypatch.setattr(MicroBatch, 'hidden', lambda micro, model, hidden=MicroBatch.hidden: seen.append(len(micro.completion_ids)) or hidden(micro, model))
+    steps(Trainer(model, config(steps=1)), [experience], 1)
+    assert seen == [G]*len(UNEVEN[0])
+
+
 @pytest.mark.parametrize('size', [3, 6, 10])
 def test_pieces_that_would_part_a_group_unevenly_are_refused(model, size):
     with pytest.raises(SettingError, match=f'micro_batch_size={size} .* group_size=4'):
@@ -247,13 +265,13 @@ def expected_reward(model):
     words = {i: word for word, i in TASK.tokenizer.get_vocab().items()}
     texts = [' '.join(words[i] for i, m in zip(row, ok) if m and i) for row, ok in zip(ids.tolist(), mask.tolist())]
     total = 0.
-    for sample in TASK.samples[:10]:
-        prompt = torch.tensor([TASK.tokenizer.encode(sample.prompt).ids])
+    for one in TASK.samples[:10]:
+        prompt = torch.tensor([TASK.tokenizer.encode(one.prompt).ids])
         with torch.no_grad():
             logprobs, _ = completion_logprobs(model, prompt, torch.ones_like(prompt, dtype=torch.bool), ids, len(ids), 1., mask)
         probability = logprobs.sum(1).exp()
         assert probability.sum().item() == pytest.approx(1, abs=1e-4)
-        total += float((probability*TASK([sample.prompt]*len(ids), texts).rewards).sum())
+        total += float((probability*TASK([one.prompt]*len(ids), texts).rewards).sum())
     return total/10
 
 
