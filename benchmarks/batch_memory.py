@@ -27,7 +27,7 @@ def measure(model, completions, pieces, steps):
     torch.set_num_threads(1)
     prompts = completions//GROUP
     size = {'batch_positions': PIECE//GROUP, 'minibatch_positions': prompts, 'buffer_capacity': completions//PIECE,
-            'micro_batch_size': PIECE} if pieces else {'batch_positions': prompts}
+            'micro_batch_size': PIECE} if pieces else {'batch_positions': prompts, 'micro_batch_size': completions}
     with tempfile.TemporaryDirectory() as place:
         config = TrainConfig(model=model, steps=steps + 1, group_size=GROUP, replays=1, temperature=.9, loss_type='grpo', mix_env_ratio=0., lr=1e-6,
                              max_new_tokens=96, device='cpu', output_dir=f'{place}/run', eval_policy=0, eval_env=0, **size)
