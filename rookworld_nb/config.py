@@ -48,7 +48,7 @@ class PromptOptions:
     reference_device: str | None = None # of the reference model, cuda:1 for example; none: that of the policy
     mix_env_ratio: float = 0.2        # share of A: prompts
     rare_env_ratio: float | None = 0.33 # share of rare outcomes among them; none: as they come
-    max_positions: int | None = None  # use only that many prompts of each task; none: all
+    max_positions: int | None = None  # use only that many prompts of each task, from everywhere in the file; none: all
     stockfish_path: str | None = None  # judge P: answers with this engine instead of the stored targets
     eval_policy: int = 1000           # held-out P: positions evaluated before and after; 0 for none
     eval_env: int = 192               # held-out A: positions evaluated before and after; 0 for none

@@ -26,6 +26,7 @@ import pandas as pd
 from IPython.display import display
 
 from .monitor import BLUE, LIGHT_COLOURS, MUTED, ORANGE, Curves, Light, Picture, Rows, overall
+from .positions import spread
 from .rewards import PolicyTruth, read_env, read_policy
 from .rules import InvalidFen, env_step, legal_moves
 from .tasks import EnvAnswer, PolicyAnswer, is_fen, is_uci, parse_env, parse_policy
@@ -145,8 +146,7 @@ def pick_rows(
 )->pd.DataFrame:       # (<= count,) from the best reward to the worst, evenly spaced between
     """A few completions that show the range of what is sampled."""
     ranked = rows.sort_values('reward', ascending=False, kind='stable')
-    if len(ranked) <= count or count < 2: return ranked.head(count)
-    return ranked.iloc[[round(i*(len(ranked) - 1)/(count - 1)) for i in range(count)]]
+    return ranked.iloc[spread(range(len(ranked)), count)]
 
 
 def cell_html(

@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['REWARD', 'MULTIPV', 'POLICY_METRICS', 'ENV_METRICS', 'TASK_METRICS', 'EVAL_CLIP', 'ROUNDING', 'OUTCOMES', 'CLASSES',
            'KEYS', 'HELDOUT_COLUMNS', 'RECALL_COLUMNS', 'TaskMetric', 'clip_pawns', 'best_move_metrics',
-           'policy_metrics', 'outcome', 'move_class', 'env_metrics', 'EvaluationError', 'metrics_table',
-           'answer_budget', 'completions', 'evaluate', 'chance_line', 'bootstrap_interval', 'wilson_interval',
-           'by_prompt', 'summarise', 'select_rows', 'recall_table', 'Difference', 'paired_difference', 'compare']
+           'policy_metrics', 'outcome', 'move_class', 'env_metrics', 'EvaluationError', 'metrics_table', 'completions',
+           'evaluate', 'chance_line', 'bootstrap_interval', 'wilson_interval', 'mean_interval', 'by_prompt',
+           'summarise', 'select_rows', 'recall_table', 'Difference', 'paired_difference', 'compare']
 
 # %% ../nbs/15_evaluate.ipynb #fd3de141
 import math
@@ -205,15 +205,6 @@ def metrics_table(
     return pd.DataFrame(rows, columns=HELDOUT_COLUMNS)
 
 # %% ../nbs/15_evaluate.ipynb #94ebac27
-def answer_budget(
-    tokenizer: Tokenizer,      # counts tokens
-    samples: Sequence[Sample], # with stored targets
-) -> int:                      # new tokens: a quarter more than the longest target, and room for the end token
-    """How long a completion may become before it is cut."""
-    encoded = tokenizer.encode_batch([sample.completion for sample in samples], add_special_tokens=False)
-    return math.ceil(1.25*max(len(encoding.ids) for encoding in encoded)) + 8
-
-
 def completions(
     model: GPT,                  # the policy
     tokenizer: Tokenizer,        # its own
@@ -222,14 +213,14 @@ def completions(
     max_new_tokens: int,         # of each completion
     temperature: float,          # of sampling; 0 is greedy
     generator: torch.Generator,  # of the noise
-    batch_size: int,             # prompts sampled together
+    batch_size: int,             # completions sampled together, whole groups
     ranks: Ranks = ALONE,        # processes that take the batches in turn, with the same noise as one of them
 ) -> list[str]:                  # samples_per_prompt texts for each prompt, in order
     """Complete prompts batch by batch."""
-    own = []
-    for number, start in enumerate(range(0, len(prompts), batch_size)):
+    own, size = [], max(1, batch_size//samples_per_prompt)
+    for number, start in enumerate(range(0, len(prompts), size)):
         mine = slice(None) if number % ranks.size == ranks.rank else slice(0)
-        own.append(sample_group(model, tokenizer, prompts[start:start + batch_size], samples_per_prompt,
+        own.append(sample_group(model, tokenizer, prompts[start:start + size], samples_per_prompt,
                                 max_new_tokens, temperature, generator, mine).texts)
     return [text for batch in zip(*ranks.gather(own)) for texts in batch for text in texts]
 
@@ -242,8 +233,8 @@ def evaluate(
     seed: int = 0,                       # of the noise
     scorer: RewardScorer | None = None,  # pays the reward column; None is the default configuration
     samples_per_prompt: int = 1,         # completions of each prompt
-    max_new_tokens: int | None = None,   # None: by task, a quarter more than the longest target
-    batch_size: int = 64,                # prompts sampled together
+    max_new_tokens: int = 144,           # longest completion; a padded one of the public model needs as many
+    batch_size: int = 256,               # completions sampled together, whole groups
     ranks: Ranks = ALONE,                # processes that share the sampling; each gets the whole table
 ) -> pd.DataFrame:                       # as metrics_table, in the order of the samples
     """Sample completions of held-out prompts and measure them; the same seed gives the same table."""
@@ -252,10 +243,9 @@ def evaluate(
     texts: list[list[str]] = [[]]*len(samples)
     for task in TASK_METRICS:
         rows = [i for i, sample in enumerate(samples) if sample.task == task]
-        budget = max_new_tokens or (answer_budget(tokenizer, [samples[i] for i in rows]) if rows else 0)
         prompts, generator = [samples[i].prompt for i in rows], torch.Generator().manual_seed(seed)
-        drawn = completions(model, tokenizer, prompts, samples_per_prompt, budget, temperature, generator, batch_size,
-                            ranks)
+        drawn = completions(model, tokenizer, prompts, samples_per_prompt, max_new_tokens, temperature, generator,
+                            batch_size, ranks)
         for j, i in enumerate(rows):
             texts[i] = drawn[j*samples_per_prompt:(j + 1)*samples_per_prompt]
     return metrics_table(samples, [text for group in texts for text in group], temperature, scorer)
@@ -306,6 +296,23 @@ def wilson_interval(
     centre, half = share + extra/2, z*math.sqrt(share*(1 - share)/trials + extra/(4*trials))
     return max(0., (centre - half)/(1 + extra)), min(1., (centre + half)/(1 + extra))
 
+# %% ../nbs/15_evaluate.ipynb #a1c5e0d7
+def mean_interval(
+    values: np.ndarray,    # (n,) one value a unit, NaN left out
+    shares: bool = True,   # zeros and ones are yes and no; False: any measure, which may happen to be 0 and 1
+    resamples: int = 1000, # of the bootstrap
+    seed: int = 0,         # of the bootstrap
+) -> dict[str, float]:     # mean, low, high (95 %), n
+    """Mean with Wilson's interval where every value is yes or no, none where all are equal, else the bootstrap's."""
+    values = values[~np.isnan(values)]
+    if shares and len(values) and np.isin(values, (0, 1)).all():
+        low, high = wilson_interval(int(values.sum()), len(values))
+    elif len(values) and np.ptp(values) > 0:
+        low, high = bootstrap_interval(values, resamples, seed)
+    else:
+        low = high = math.nan    # the bootstrap would claim certainty
+    return {'mean': float(values.mean()) if len(values) else math.nan, 'low': low, 'high': high, 'n': len(values)}
+
 # %% ../nbs/15_evaluate.ipynb #0ef517cb
 def by_prompt(
     table: pd.DataFrame, # one row a completion
@@ -322,16 +329,14 @@ def summarise(
     resamples: int = 1000, # of the bootstrap
     seed: int = 0,         # of the bootstrap
 ) -> pd.DataFrame:         # by (task, temperature, metric): mean, low, high (95 %), n prompts
-    """Mean of every metric over prompts; Wilson's interval where each prompt says 0 or 1, else the bootstrap's."""
+    """Mean of every metric over prompts, with the interval of `mean_interval`."""
     rows = []
     for (task, temperature), part in table.groupby(['task', 'temperature']):
         for metric in TASK_METRICS[task]:
             values = by_prompt(part, metric).to_numpy()
             if len(values):
-                shares = TASK_METRICS[task][metric].unit == 'share' and np.isin(values, (0, 1)).all()
-                low, high = (wilson_interval(int(values.sum()), len(values)) if shares else
-                             bootstrap_interval(values, resamples, seed))    # of twelve ones: 1 to 1
-                rows.append((task, temperature, metric, values.mean(), low, high, len(values)))
+                found = mean_interval(values, TASK_METRICS[task][metric].unit == 'share', resamples, seed)
+                rows.append((task, temperature, metric, *found.values()))
     columns = ['task', 'temperature', 'metric', 'mean', 'low', 'high', 'n']
     return pd.DataFrame(rows, columns=columns).set_index(columns[:3])
 

@@ -8,7 +8,7 @@ __all__ = ['logger', 'SHIPPED', 'PUZZLES', 'OPENINGS', 'CENTRE', 'HOME_RANK', 'P
            'shipped_positions', 'split_by_position', 'Position', 'opening_positions', 'development_weight',
            'random_play', 'random_endgame', 'generate_positions', 'LabelError', 'policy_line', 'fen_in', 'count_moves',
            'shard_of', 'Labelling', 'labelled_in', 'locked', 'replacing', 'write_plan', 'plan_of', 'cut_inputs',
-           'label_shard', 'label_worker', 'told', 'merge_shards', 'clear_shards', 'label_files', 'by_task',
+           'label_shard', 'label_worker', 'told', 'merge_shards', 'clear_shards', 'label_files', 'by_task', 'spread',
            'prompt_pools', 'Rounds', 'Blend', 'is_rare', 'env_stream', 'PromptMix']
 
 # %% ../nbs/04_positions.ipynb #8bbc9c47
@@ -30,7 +30,7 @@ from functools import cache
 from importlib.resources import files
 from multiprocessing import get_context, parent_process
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import chess
 
@@ -184,21 +184,23 @@ def seen_positions(
 PUZZLES = ('mates', 'tactics')  # suites of puzzles that come with the package, a position a line
 
 
-def shipped_positions() -> set[str]:  # fen_key of every position of the shipped samples and puzzles
-    "What a model of this package is judged on, or trained on later: pre-training leaves it out."
+def shipped_positions(
+    *names: str,  # of `SHIPPED`; none: all
+) -> set[str]:  # fen_key of every position of these samples and of the puzzles
+    "What a model of this package is judged on, or trained on later: pre-training leaves out all of it."
     fens = []
     for name in PUZZLES:
         with text_file(files('rookworld_nb')/'assets'/f'{name}.txt.gz') as puzzles:
             fens += [' '.join(line.split()[:4]) + ' 0 1' for line in puzzles]
-    return {*map(fen_key, fens)} | seen_positions(sample for name in SHIPPED for sample in shipped(name))
+    return {*map(fen_key, fens)} | seen_positions(sample for name in names or SHIPPED for sample in shipped(name))
 
 # %% ../nbs/04_positions.ipynb #d3b3232e
 def split_by_position(
     samples: Iterable[Sample],  # any mix of tasks
     heldout_share: float,       # share of the positions to hold out, in (0, 1)
     seed: int = 0,              # which positions are held out depends on this alone
-) -> tuple[list[Sample], list[Sample]]:  # training and held-out samples, no position in both
-    "Split so that a position, whatever its counters, its task or its move, is on one side only."
+) -> tuple[list[Sample], list[Sample]]:  # training and held-out samples
+    "Split so that a position, whatever its counters, its task or its move, is asked about on one side only."
     if not 0 < heldout_share < 1:
         raise DataError(f'heldout_share={heldout_share} is not a share between 0 and 1')
     sides = [], []
@@ -646,6 +648,15 @@ def by_task(
     "Sort samples by task."
     samples = list(samples)
     return {task: [sample for sample in samples if sample.task == task] for task in 'PA'}
+
+
+def spread(
+    items: Sequence[Any],  # in order
+    count: int = 3,        # how many are wanted
+) -> list[Any]:            # the first, the last and evenly between them; fewer where there are fewer
+    "Pick items that lie evenly."
+    count = min(count, len(items))
+    return [items[round(at*(len(items) - 1)/max(1, count - 1))] for at in range(count)]
 
 # %% ../nbs/04_positions.ipynb #199f402c
 def prompt_pools(

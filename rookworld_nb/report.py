@@ -7,12 +7,12 @@ __all__ = ['NUMERIC', 'LOWER_IS_BETTER', 'SIGNIFICANT', 'KEYS', 'NUMBERS', 'TASK
            'PLACES', 'DEFAULTS', 'DOTS', 'PAGE_STYLE', 'POLICY', 'ReportError', 'read_object', 'logged_rows', 'RunData',
            'read_run', 'ending', 'Html', 'element', 'table_of', 'number', 'rank', 'temperature_name', 'comparison',
            'is_shown', 'plot_differences', 'plot_bands', 'plot_task', 'plot_looks', 'bin_edges', 'draw_histograms',
-           'plot_distributions', 'Finding', 'findings', 'ranges', 'plot_lights', 'spread', 'pick_samples',
-           'sample_card', 'samples_of', 'identity_tolerance', 'first_update', 'changed_settings', 'as_word',
-           'command_line', 'png_of', 'draw', 'figure_of', 'section', 'clock_text', 'dot', 'events_section', 'facts',
-           'heading', 'change_row', 'changes_section', 'course_section', 'lights_section', 'start_section',
-           'samples_section', 'settings_section', 'page', 'report', 'MissingExtraError', 'optional_module', 'measured',
-           'MetricWriter', 'TensorBoardWriter', 'WandbWriter']
+           'plot_distributions', 'Finding', 'findings', 'ranges', 'plot_lights', 'pick_samples', 'sample_card',
+           'samples_of', 'identity_tolerance', 'first_update', 'changed_settings', 'as_word', 'command_line', 'png_of',
+           'draw', 'figure_of', 'section', 'clock_text', 'dot', 'events_section', 'facts', 'heading', 'change_row',
+           'changes_section', 'course_section', 'lights_section', 'start_section', 'samples_section',
+           'settings_section', 'page', 'report', 'MissingExtraError', 'optional_module', 'measured', 'MetricWriter',
+           'TensorBoardWriter', 'WandbWriter']
 
 # %% ../nbs/22_report.ipynb #1172b65e
 import base64
@@ -46,6 +46,7 @@ from .monitor import (
     BAND, BLUE, COLOURS, FAINT, INK, LIGHT_COLOURS, MUTED, ORANGE, STYLE, TABLE_COLUMNS, Curves, Light, Panel, Picture,
     column, dress, lights, metric_for, metric_rows, overall, plain, plot_curves, read_completions, values_of,
     view_limits, write_atomic)
+from .positions import spread
 from .run import SHOWN, read_events
 
 # %% ../nbs/22_report.ipynb #40a214f1
@@ -464,15 +465,6 @@ def plot_lights(
     return figure
 
 # %% ../nbs/22_report.ipynb #57612c09
-def spread(
-    items: Sequence[Any],  # in order
-    count: int = 3,        # how many are wanted
-) -> list[Any]:  # the first, the last and evenly between them; fewer where there are fewer
-    "Pick items that lie evenly."
-    places = np.linspace(0, len(items) - 1, min(count, len(items))).round().astype(int)
-    return [items[place] for place in places]
-
-
 def pick_samples(
     tables: Mapping[int, pd.DataFrame],  # step -> completions
     task: str,                           # 'P' or 'A'

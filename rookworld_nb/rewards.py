@@ -363,7 +363,10 @@ def stored_truth(
         answer = parse_policy(target)
         if not answer.moves or len(answer.moves) != len(answer.evals):
             raise BadTarget(f'target {target!r} must list moves and as many evaluations')
-        return PolicyTruth.make(prompt_position(prompt), answer.moves, answer.evals)
+        fen = prompt_position(prompt)
+        if wrong := [m for i, m in enumerate(answer.moves) if m not in legal_moves(fen) or m in answer.moves[:i]]:
+            raise BadTarget(f'target {target!r}: {wrong[0]} is illegal in {fen} or listed twice')
+        return PolicyTruth.make(fen, answer.moves, answer.evals)
     answer = parse_env(target)
     if not answer.well_formed:
         raise BadTarget(f'target {target!r} must be new_fen+reward+terminated+truncated')

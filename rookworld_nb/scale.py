@@ -294,7 +294,7 @@ def examine_run(
     base, scorer = trial_config(search), RewardScorer(TrainConfig().rewards)
     temperature = base.for_size(sum(parameter.numel() for parameter in run.model.parameters())).temperature
     examine = partial(evaluate, tokenizer=run.tokenizer, samples=run.heldout, temperature=temperature, seed=base.seed,
-                      scorer=scorer, samples_per_prompt=base.eval_samples)
+                      scorer=scorer, samples_per_prompt=base.eval_samples, max_new_tokens=base.max_new_tokens)
     start = run.config.model, *(getattr(run.config, each.name) for each in fields(HardwareConfig))
     if start not in search.untrained:
         search.untrained[start] = examine(run.reference)

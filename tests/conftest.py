@@ -13,7 +13,7 @@ settings.load_profile('repeatable')
 @pytest.fixture(scope='session')
 def lines(tmp_path_factory) -> str:
     "A small file of prompts: the shipped ones take seconds to read."
-    path, pools = tmp_path_factory.mktemp('lines')/'lines.txt', by_task(shipped('heldout'))
+    path, pools = tmp_path_factory.mktemp('lines')/'lines.txt', by_task(shipped('train'))
     write_lines(pools['P'][-24:] + pools['A'][-8:], path)
     return str(path)
 

@@ -23,7 +23,8 @@ from rookworld_nb.cli import COMMANDS, REQUIRED, UsageError, as_text, evaluation
 from rookworld_nb.config import TrainConfig
 from rookworld_nb.evaluate import compare, evaluate
 from rookworld_nb.grpo import BatchShapeError, MissingInputError
-from rookworld_nb.model import GPT, GPTConfig
+from rookworld_nb.model import GPT, GPTConfig, SequenceError
+from rookworld_nb.monitor import MetricError
 from rookworld_nb.positions import read_lines, shipped
 from rookworld_nb.pretrain import board_tokenizer
 from rookworld_nb.rewards import RewardScorer
@@ -369,7 +370,7 @@ def test_only_mistakes_of_the_user_are_hidden(call, monkeypatch):
         code, _, errors = call('positions')
         assert code == expected and len(errors.splitlines()) == 1
     for error in (ValueError('ours'), KeyError('ours'), RuntimeError('ours'), OSError('disk'), FirstUpdateError('two forward passes differ'),
-                  BatchShapeError('tensors'), MissingInputError('tensors'), WorkersLost('all'),
+                  BatchShapeError('tensors'), MissingInputError('tensors'), SequenceError('rows'), MetricError('text'), WorkersLost('all'),
                   FileNotFoundError(2, 'No such file', str(Path(cli.__file__).parent/'assets'/'gone.txt'))):
         monkeypatch.setitem(COMMANDS, 'positions', cli.Command(raiser(error)))
         with pytest.raises(type(error)):
@@ -651,7 +652,7 @@ def test_eval_measures_both_tasks(call, tiny, cwd):
     assert code == 0 and len(lines) == 1 and 'line 8' in errors
     assert {(row['task'], row['temperature']) for row in report['metrics']} == {(t, x) for t in 'PA' for x in (0., .7)}
     assert {row['n'] for row in report['metrics'] if row['task'] == 'A'} == {6}
-    assert all(row['low'] <= row['mean'] <= row['high'] for row in report['metrics'])
+    assert all(row['low'] <= row['mean'] <= row['high'] for row in report['metrics'] if 'low' in row)
     assert report['recall'][0]['class'] == 'ordinary'
     text = '\n'.join(call(*words, '--suite', 'env', '--limit', '2')[1])
     assert 'state_exact' in text and '2 prompts' in text and 'best_legal' not in text
@@ -719,6 +720,11 @@ def test_eval_plays_with_itself(call, cwd):
     found = suite_values(lines)
     assert code == 0 and {*found} == {(f'selfplay, {world}', 1., metric) for world in ('own world', 'rules') for metric in ('legal', 'exact')}
     assert all(row['n'] == 2 for row in found.values()) and found['selfplay, rules', 1., 'legal']['mean'] > 0
+
+
+def test_eval_names_levels_that_nobody_plays(call, cwd):
+    code, lines, errors = call('eval', '--suite', 'policy,selfplay', '--levels', 'skill=3')
+    assert (code, lines) == (2, []) and all(word in errors for word in ('--levels skill=3', 'policy,selfplay', 'stockfish'))
 
 
 @pytest.mark.stockfish

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rookworld_nb.positions import (OPENINGS, SHIPPED, DataError, PromptMix, Sample, generate_positions, is_rare, opening_positions, random_endgame, read_lines,
-                                    seen_positions, shipped, split_by_position, write_lines)
+                                    seen_positions, shipped, split_by_position, spread, write_lines)
 from rookworld_nb.rules import env_step, fen_key, legal_moves
 from rookworld_nb.tasks import parse_env, parse_policy
 
@@ -193,3 +193,8 @@ def test_a_file_that_ends_in_the_middle_is_told_apart(tmp_path):
     whole = gzip.compress('\n'.join(sample.line for sample in shipped('heldout')[:50]).encode())
     (tmp_path/'cut.gz').write_bytes(whole[:-200])
     with pytest.raises(DataError, match='cut.gz ends in the middle'): read_lines(tmp_path/'cut.gz')
+
+
+def test_spread_takes_the_ends():
+    assert spread(range(101)) == [0, 50, 100] and spread([7]) == [7] and spread([7, 8], 3) == [7, 8]
+    assert spread('abcde', 1) == ['a'] and spread('', 3) == [] and spread(range(10), 4) == [0, 3, 6, 9]

@@ -82,7 +82,8 @@ def test_a_damaged_model_is_not_sent(checkpoint, capsys):
 
 @pytest.mark.parametrize('words, names', [
     ('--to me/chess', ['--model is required']), ('--model nano', ['--to is required']), ('--model nano --to chess', ['--to chess', 'owner/name']),
-    ('--model nano --to a/b/c', ['a/b/c']), ('--model nowhere --to me/chess', ['--model nowhere', 'folder']), ('--model me/chess --to me/other', ['--model me/chess'])])
+    ('--model nano --to a/b/c', ['a/b/c']), ('--model nowhere --to me/chess', ['--model nowhere', 'folder']), ('--model nano --to a/b --dry-run --revision a..b', ['--revision', 'a..b', 'branch']),
+    ('--model nano --to a/b --dry-run --revision -x/', ['--revision']), ('--model me/chess --to me/other', ['--model me/chess'])])
 def test_what_is_wrong_is_said(words, names, capsys):
     code, lines, error = said_of(words.split(), capsys)
     assert code == 2 and not lines and len(error.splitlines()) == 1 and all(name in error for name in names)

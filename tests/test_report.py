@@ -22,7 +22,7 @@ from rookworld_nb.cli import flags_of, parser_of, read_settings
 from rookworld_nb.monitor import MetricError, RunWriter, metric_rows, overall, plain, simulated_run
 from rookworld_nb.report import (MetricWriter, MissingExtraError, ReportError, TensorBoardWriter, WandbWriter, bin_edges,
                                  changed_settings, command_line, comparison, ending, findings, first_update, number,
-                                 pick_samples, plot_distributions, plot_lights, plot_looks, ranges, read_run, report, spread)
+                                 pick_samples, plot_distributions, plot_lights, plot_looks, ranges, read_run, report)
 from rookworld_nb.config import SMALL, TrainConfig
 from rookworld_nb.run import write_events
 
@@ -151,10 +151,6 @@ def test_samples_are_as_many_from_each_table_and_the_extremes_are_extreme():
     assert [part['completion'].iloc[1] for part in pick_samples(tables, 'A').values()] == ['text-1-A-4', 'text-3-A-2']
     tables[3] = tables[3][tables[3]['task'] == 'P']
     assert list(pick_samples(tables, 'A')) == [1] and pick_samples({}, 'P') == {}
-
-
-def test_spread_takes_the_ends():
-    assert spread(range(101)) == [0, 50, 100] and spread([7]) == [7] and spread([7, 8], 3) == [7, 8]
 
 
 def test_the_lights_are_those_of_the_monitor(folder):

@@ -144,11 +144,11 @@ def test_a_folder_with_a_run_is_refused(finished):
 
 
 def test_heldout_positions_never_reach_training(tmp_path, caplog):
-    heldout = heldout_samples(SHORT)
-    write_lines(shipped('heldout')[:50] + shipped('train')[:50] + shipped('train')[-50:], tmp_path/'mixed.txt')
-    samples = training_samples(replace(SHORT, data=str(tmp_path/'mixed.txt')), heldout)
-    assert f'{150 - len(samples)} of 150 lines show positions of the evaluation' in caplog.text
-    assert len(samples) < 150 and not {fen_key(s.fen) for s in samples} & {fen_key(s.fen) for s in heldout}
+    heldout = shipped('heldout')
+    write_lines(shipped('heldout')[:50] + shipped('stress')[:5] + shipped('train')[:50] + shipped('train')[-50:], tmp_path/'mixed.txt')
+    samples = training_samples(replace(SHORT, eval_policy=0, eval_env=0, data=str(tmp_path/'mixed.txt')))    # other runs examine them
+    assert f'{155 - len(samples)} of 155 lines show positions of the evaluation' in caplog.text
+    assert len(samples) == 100 and not {fen_key(s.fen) for s in samples} & {fen_key(s.fen) for s in heldout}
 
 
 @pytest.mark.parametrize('changes, message', [
@@ -348,7 +348,7 @@ def test_a_batch_is_tried_that_is_smaller_than_what_a_step_learns_from(tmp_path)
 def test_lines_of_the_evaluation_alone_are_named_as_such(tmp_path):
     write_lines(shipped('heldout')[:20], tmp_path/'lines.txt')
     config = TrainConfig(data=str(tmp_path/'lines.txt'))
-    with pytest.raises(ValueError, match='lines.txt: all its positions are those of the evaluation'): training_samples(config, heldout_samples(config))
+    with pytest.raises(ValueError, match='lines.txt: all its positions are those of the evaluation'): training_samples(config)
 
 
 def test_checkpoints_that_cannot_be_read_are_no_reason_to_start_again(whole, tmp_path):
@@ -699,7 +699,7 @@ def test_an_answer_that_shows_a_held_out_position_is_left_out_too(tmp_path):
     telling = replace(shown, completion=shown.completion.replace(parse_env(shown.completion).new_fen, heldout[0].fen))
     write_lines([telling, *train_set['P'][:3]], tmp_path/'data.txt')
     assert heldout[0].fen in telling.completion
-    assert training_samples(replace(SHORT, data=str(tmp_path/'data.txt')), heldout) == train_set['P'][:3]
+    assert training_samples(replace(SHORT, data=str(tmp_path/'data.txt'))) == train_set['P'][:3]
 
 
 def test_a_stop_by_hand_does_not_change_what_a_recovery_goes_back_to(tmp_path):
