@@ -943,6 +943,8 @@ def pretrain(
 ) -> Path:  # output_dir, with nano/, train.txt.gz and heldout.txt.gz as the package ships them, and metrics.jsonl
     "Make nano from nothing: data, training, prompts; started again it goes on where it stopped."
     folder = Path(config.output_dir)
+    if (folder/'config.json').exists():
+        raise PretrainError(f'--output-dir {folder}: holds a run of `rookworld train`; give another folder')
     tokenizer = board_tokenizer()
     first_model(config, tokenizer)    # what is wrong with it, or with going on, is said before any data is made
     checkpoint = folder/'checkpoint.pt'

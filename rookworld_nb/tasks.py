@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['MAX_MOVES', 'HISTORY_PLIES', 'FIELD_WIDTHS', 'TaskFormatError', 'is_uci', 'is_fen', 'policy_prompt', 'format_policy',
            'env_prompt', 'format_env', 'PolicyAnswer', 'parse_policy', 'EnvAnswer', 'parse_env', 'Part', 'policy_parts',
-           'env_parts', 'task_of', 'read_prompt', 'split_line']
+           'env_parts', 'task_of', 'read_prompt', 'plain_prompt', 'split_line']
 
 # %% ../nbs/02_tasks.ipynb #e1486924
 import re
@@ -265,6 +265,15 @@ def read_prompt(
     if asked.fen is None or asked.uci is None or prompt.count('+') < 3:
         raise TaskFormatError(f'prompt {prompt!r} must be A: fen+uci+history+')
     return asked
+
+# %% ../nbs/02_tasks.ipynb #b90c41de
+def plain_prompt(
+    prompt:str, # as for `read_prompt`
+)->str:         # "P: FEN" or "A: FEN+MOVE+HISTORY+", to the character what a model was trained to continue
+    "A prompt without the liberties that a person takes with blanks and prefixes."
+    asked = read_prompt(prompt)
+    if task_of(prompt) == 'P': return policy_prompt(asked.fen)
+    return env_prompt(asked.fen, asked.uci, asked.history)
 
 def split_line(
     line:str,         # a P: or A: line, or an A: line whose prefix is missing

@@ -2,6 +2,7 @@
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -47,6 +48,17 @@ def test_a_cell_changes_what_it_says_and_is_a_valid_run(cell):
     assert {name: config[name] for name in config if config[name] != default[name]} == changes
 
 
+@pytest.mark.parametrize('text', ['', 'ticket,outcome\n0,success\n'])
+def test_a_table_of_something_else_is_refused(text, tmp_path):
+    (tmp_path/'results.csv').write_text(text)
+    with pytest.raises(AblationError, match='results.csv: no results of such a study'): read_results(tmp_path)
+
+
+def test_the_help_names_all_studies(capsys):
+    cli.main(['ablate', '--help'])
+    assert set(STUDIES) <= set(re.findall(r'[a-z]+', capsys.readouterr().out))
+
+
 def test_no_two_cells_are_the_same():
     assert sum(len(study) for study in STUDIES.values()) + 1 == len(cells_of(()))
     assert len({json.dumps(changes, sort_keys=True) for changes in cells_of(()).values()}) == len(cells_of(()))
@@ -64,7 +76,8 @@ def test_every_choice_is_in_its_study(study, reached, values):
 def means_of(run, model):
     "What a table of results should hold of a model, recomputed from its completions."
     scorer = RewardScorer(TrainConfig().rewards)
-    table = pd.concat([evaluate(model, run.tokenizer, run.heldout, temperature, run.config.seed, scorer) for temperature in TEMPERATURES])
+    table = pd.concat([evaluate(model, run.tokenizer, run.heldout, temperature, run.config.seed, scorer,
+                               max_new_tokens=run.config.max_new_tokens) for temperature in TEMPERATURES])
     return {(task, 'sampled' if temperature else 'greedy', metric): select_rows(table, task, temperature)[metric].mean()
             for task, metrics in KEPT.items() for temperature in TEMPERATURES for metric in metrics}
 
@@ -112,7 +125,8 @@ def test_a_study_that_is_killed_and_interrupted_goes_on(tiny, tmp_path):
         while not metrics.exists() or len(metrics.read_text().splitlines()) < rows:
             assert process.poll() is None
             time.sleep(.02)
-        os.killpg(process.pid, blow)
+        if blow == signal.SIGINT: os.kill(process.pid, blow)    # it tells its workers
+        else: os.killpg(process.pid, blow)
         assert process.wait(timeout=120) == code
         assert rows <= len(metrics.read_text().splitlines()) < 8 and not (tmp_path/'study'/'results.csv').exists()
         assert not run_place(tmp_path/'study', 'no KL', 1).exists()    # it does not go on with the next run

@@ -24,7 +24,6 @@ from rookworld_nb.config import TrainConfig
 from rookworld_nb.evaluate import compare, evaluate
 from rookworld_nb.grpo import BatchShapeError, MissingInputError
 from rookworld_nb.model import GPT, GPTConfig, SequenceError
-from rookworld_nb.monitor import MetricError
 from rookworld_nb.positions import read_lines, shipped
 from rookworld_nb.pretrain import board_tokenizer
 from rookworld_nb.rewards import RewardScorer
@@ -370,7 +369,7 @@ def test_only_mistakes_of_the_user_are_hidden(call, monkeypatch):
         code, _, errors = call('positions')
         assert code == expected and len(errors.splitlines()) == 1
     for error in (ValueError('ours'), KeyError('ours'), RuntimeError('ours'), OSError('disk'), FirstUpdateError('two forward passes differ'),
-                  BatchShapeError('tensors'), MissingInputError('tensors'), SequenceError('rows'), MetricError('text'), WorkersLost('all'),
+                  BatchShapeError('tensors'), MissingInputError('tensors'), SequenceError('rows'), WorkersLost('all'),
                   FileNotFoundError(2, 'No such file', str(Path(cli.__file__).parent/'assets'/'gone.txt'))):
         monkeypatch.setitem(COMMANDS, 'positions', cli.Command(raiser(error)))
         with pytest.raises(type(error)):
@@ -456,6 +455,22 @@ def test_the_script_passes_the_exit_code_on(tmp_path):
     assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, '', 1)
     done = subprocess.run([SCRIPT, '--version'], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and done.stdout.startswith('rookworld_nb ')
+
+
+def test_a_prompt_is_asked_as_it_was_trained(call, tiny):
+    words = ['generate', '--model', tiny, '--max-new-tokens', '4']
+    for liberties, plain in ((f'P:{START}  ', f'P: {START}'), (f'A:{START}+e2e4+e2e4+', f'A: {START}+e2e4+e2e4+'), (f'{START}+e2e4++', f'A: {START}+e2e4++')):
+        assert call(*words, liberties) == call(*words, plain)
+
+
+def test_the_newest_run_is_reported(call, tiny, cwd):
+    for name in ('one', 'two'): assert call('train', '--model', tiny, '--output-dir', f'runs/{name}', *SMALL)[0] == 0
+    os.utime('runs/one/metrics.jsonl')
+    for name, file in (('pretraining', 'metrics.jsonl'), ('not begun', 'config.json')):    # neither is a run
+        (cwd/'runs'/name).mkdir()
+        (cwd/'runs'/name/file).write_text('{}\n')
+    code, lines, _ = call('report')
+    assert code == 0 and lines == [str(Path('runs/one/report.html'))]
 
 
 @pytest.mark.parametrize('words', [['score'], ['generate']])

@@ -205,6 +205,9 @@ def test_a_run_that_cannot_be_gone_on_with_is_refused_before_any_data_is_made(tm
     list(small_run(tmp_path))
     monkeypatch.setattr('rookworld_nb.pretrain.prepare', lambda *_: pytest.fail('data were made'))
     shape = {'steps': 6, 'n_layer': 1, 'n_head': 2, 'n_embd': 16, 'batch_tokens': 400}
+    (tmp_path/'trained').mkdir()
+    (tmp_path/'trained'/'config.json').write_text('{}')
+    with pytest.raises(PretrainError, match='holds a run of'): pretrain(PretrainConfig(output_dir=str(tmp_path/'trained')))
     with pytest.raises(PretrainError, match='a run with another shards'): pretrain(PretrainConfig(output_dir=str(tmp_path), shards=4, **shape))
     with pytest.raises(PretrainError, match='--steps 2: the run in .* has done 6'): pretrain(PretrainConfig(output_dir=str(tmp_path), **shape | {'steps': 2}))
 

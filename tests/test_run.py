@@ -481,16 +481,17 @@ def interruptible():
 
 
 @pytest.mark.usefixtures('interruptible')
-def test_ctrl_c_waits_for_the_step_and_loses_nothing(whole, tmp_path, monkeypatch):
+@pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM])
+def test_who_is_told_to_end_finishes_the_step_and_loses_nothing(whole, tmp_path, monkeypatch, number):
     folder, take_step = tmp_path/'run', rookworld_nb.trainer.take_step
-    monkeypatch.setattr('rookworld_nb.trainer.take_step', lambda *rest: (take_step(*rest), os.kill(os.getpid(), signal.SIGINT) if len(steps) == 2 else None))
-    steps = []
+    monkeypatch.setattr('rookworld_nb.trainer.take_step', lambda *rest: (take_step(*rest), os.kill(os.getpid(), number) if len(steps) == 2 else None))
+    steps, before = [], signal.getsignal(number)
     with pytest.raises(KeyboardInterrupt):
         for row in Run(replace(TINY, output_dir=str(folder))).steps(): steps.append(row)
     monkeypatch.undo()
     assert len(steps) == 2 and len(rows_of(folder)) == 3 and newest_checkpoint(folder)[1]['trainer']['step'] == 3
     list(Run(resumed_config(output_dir=str(folder))).steps())
-    assert contents(folder) == contents(whole) and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert contents(folder) == contents(whole) and signal.getsignal(number) is before
 
 
 @pytest.mark.usefixtures('interruptible')

@@ -143,7 +143,7 @@ def test_a_trial_is_an_ordinary_run_and_its_verdict_can_be_recomputed(done, tmp_
     for place in ('nano', str(folder/'final_checkpoint')):
         model, tokenizer = load_pretrained(place)
         heldout = [sample for sample in shipped('heldout') if sample.task == 'P'][:4]
-        means.append(evaluate(model, tokenizer, heldout, .9, 3, RewardScorer(TrainConfig().rewards), 2)['reward'].mean())
+        means.append(evaluate(model, tokenizer, heldout, .9, 3, RewardScorer(TrainConfig().rewards), 2, search.given['max_new_tokens'])['reward'].mean())
     assert row['gain'] == pytest.approx(means[1] - means[0], abs=1e-6) and row['gain'] != 0
     assert cli.main([*shlex.split(row['command'])[1:], '--output-dir', str(tmp_path/'again')]) == 0
     again, was = ([{name: each for name, each in row.items() if 'time' not in name and 'perf/' not in name} for row in metric_rows(place/'metrics.jsonl')]
