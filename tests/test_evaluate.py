@@ -364,6 +364,7 @@ def test_a_batch_counts_completions(tiny, monkeypatch):
     asked = []
     def record(model, tokenizer, prompts, group, *others):
         asked.append((len(prompts), group))
+        assert others[0] == 144    # tokens, for the padding of the public model
         return type('Drawn', (), {'texts': ['']*len(prompts)*group})
     monkeypatch.setattr('rookworld_nb.evaluate.sample_group', record)
     for count, size in ((2, 4), (3, 2)): evaluate(*tiny, random_samples(3), 1., samples_per_prompt=count, batch_size=size)

@@ -296,8 +296,9 @@ def test_without_any_truth_nothing_is_scored():
     assert scorer.step == 0
 
 
-@pytest.mark.parametrize('prompt, target', [(P, 'M: e2e4 E: B: e2e4'), (P, ''), (A, f'{NEW}+0.001+0'), (A, TARGET), (P, RIGHT)])
-def test_unreadable_targets_are_named(prompt, target):
+@pytest.mark.parametrize('prompt, target', [(P, 'M: e2e4 E: B: e2e4'), (P, ''), (A, f'{NEW}+0.001+0'), (A, TARGET), (P, RIGHT),
+                                            (P, ' M: e2e4 e1e3 E: 0.3 0.2 B: e2e4'), (P, ' M: e2e4 e2e4 E: 0.3 0.2 B: e2e4')])
+def test_unusable_targets_are_named(prompt, target):
     with pytest.raises(BadTarget):
         RewardScorer()([prompt], [GOOD], [target])
 

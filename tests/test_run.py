@@ -22,7 +22,7 @@ import rookworld_nb.trainer
 from rookworld_nb.checkpoint import CheckpointError, checkpoints_of, newest_checkpoint, read_checkpoint, write_checkpoint
 from rookworld_nb.config import BY_SIZE, OPEN, RunError, TrainConfig
 from rookworld_nb.monitor import read_metrics
-from rookworld_nb.positions import by_task, shipped, write_lines
+from rookworld_nb.positions import by_task, is_rare, shipped, write_lines
 from rookworld_nb.rewards import EngineSilent
 from rookworld_nb.rules import EngineNotFound, Stockfish, fen_key, find_stockfish
 from rookworld_nb.run import (Run, closing_table, examine, heldout_samples, levers, planned_work, read_events, resumed_config, run_state, save_run, steer, train,
@@ -149,6 +149,15 @@ def test_heldout_positions_never_reach_training(tmp_path, caplog):
     samples = training_samples(replace(SHORT, eval_policy=0, eval_env=0, data=str(tmp_path/'mixed.txt')))    # other runs examine them
     assert f'{155 - len(samples)} of 155 lines show positions of the evaluation' in caplog.text
     assert len(samples) == 100 and not {fen_key(s.fen) for s in samples} & {fen_key(s.fen) for s in heldout}
+
+
+def test_a_few_positions_are_taken_from_everywhere_in_the_file(tmp_path, caplog):
+    some = by_task(training_samples(replace(SHORT, max_positions=200)))
+    assert [len(some[task]) for task in 'PA'] == [200, 200] and sum(map(is_rare, some['A'])) > 10    # they stand at the end
+    assert not caplog.text
+    write_lines(by_task(shipped('train'))['A'][:20], tmp_path/'ordinary.txt')
+    training_samples(replace(SHORT, data=str(tmp_path/'ordinary.txt')))
+    assert '--rare-env-ratio 0.33: none of the 20 A: prompts' in caplog.text
 
 
 @pytest.mark.parametrize('changes, message', [

@@ -245,6 +245,12 @@ def test_a_reader_never_meets_half_a_file(ours):
     assert load_pretrained(folder)[0].wte.weight[0, 0] == 14
 
 
+def test_a_model_that_could_not_be_loaded_again_is_not_saved(tmp_path):
+    small = GPT(GPTConfig(n_layer=1, n_head=1, n_embd=8, vocab_size=100, n_positions=16))
+    with pytest.raises(ModelFileError, match='vocab_size of 100'): save_pretrained(small, load_pretrained('nano')[1], tmp_path/'model')
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_model_without_the_end_token_is_not_saved(tmp_path):
     with pytest.raises(ModelFileError, match='endoftext'):
         save_pretrained(GPT(CFG), Tokenizer(models.WordLevel({'a': 0}, unk_token='a')), tmp_path/'x')
