@@ -482,21 +482,22 @@ class NoWriter:
 
 @contextmanager
 def interrupted_afterwards() -> Iterator[None]:
-    "Hold Ctrl-C back until the block is done; a second one acts at once. Where somebody else listens nothing changes."
-    usual, pressed = signal.getsignal(signal.SIGINT), []
-    listening = usual is signal.default_int_handler
+    "Hold Ctrl-C and SIGTERM back until the block is done; a second one acts at once. Who listens already goes on to."
+    usual = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    held = [number for number, answer in usual.items() if answer in (signal.default_int_handler, signal.SIG_DFL)]
+    pressed = []
 
     def hold(number: int, frame: Any) -> None:
-        signal.signal(signal.SIGINT, usual)
+        signal.signal(number, usual[number])
         pressed.append(number)
-        logger.warning('interrupted: the step is finished and saved first; once more breaks it off')
-    if listening:
-        try: signal.signal(signal.SIGINT, hold)
-        except ValueError: listening = False    # only the main thread can
+        logger.warning('interrupted: the step is finished and saved; once more loses all since the last checkpoint')
+    try:
+        for number in held: signal.signal(number, hold)
+    except ValueError: held = []    # only the main thread can
     try:
         yield
     finally:
-        if listening: signal.signal(signal.SIGINT, usual)
+        for number in held: signal.signal(number, usual[number])
     if pressed: raise KeyboardInterrupt
 
 # %% ../nbs/21_run.ipynb #aa8949a2

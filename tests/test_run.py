@@ -483,10 +483,10 @@ def test_an_interrupted_step_is_not_gone_on_with(whole, tmp_path, monkeypatch):
 
 @pytest.fixture
 def interruptible():
-    "Python's own answer to Ctrl-C, also where the tests run in the background and ignore it."
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    "The usual answers to Ctrl-C and SIGTERM, also where the tests run in the background or in a worker that has its own."
+    before = {number: signal.signal(number, answer) for number, answer in ((signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, signal.SIG_DFL))}
     yield
-    signal.signal(signal.SIGINT, before)
+    for number, answer in before.items(): signal.signal(number, answer)
 
 
 @pytest.mark.usefixtures('interruptible')
