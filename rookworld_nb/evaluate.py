@@ -4,10 +4,11 @@
 
 # %% auto #0
 __all__ = ['REWARD', 'MULTIPV', 'POLICY_METRICS', 'ENV_METRICS', 'TASK_METRICS', 'EVAL_CLIP', 'ROUNDING', 'OUTCOMES', 'CLASSES',
-           'KEYS', 'HELDOUT_COLUMNS', 'RECALL_COLUMNS', 'TaskMetric', 'clip_pawns', 'best_move_metrics',
-           'policy_metrics', 'outcome', 'move_class', 'env_metrics', 'EvaluationError', 'metrics_table', 'completions',
-           'evaluate', 'chance_line', 'bootstrap_interval', 'wilson_interval', 'mean_interval', 'by_prompt',
-           'summarise', 'select_rows', 'recall_table', 'Difference', 'paired_difference', 'compare']
+           'KEYS', 'HELDOUT_COLUMNS', 'ANSWER_TOKENS', 'RECALL_COLUMNS', 'TaskMetric', 'clip_pawns',
+           'best_move_metrics', 'policy_metrics', 'outcome', 'move_class', 'env_metrics', 'EvaluationError',
+           'metrics_table', 'completions', 'evaluate', 'chance_line', 'bootstrap_interval', 'wilson_interval',
+           'mean_interval', 'by_prompt', 'summarise', 'select_rows', 'recall_table', 'Difference', 'paired_difference',
+           'compare']
 
 # %% ../nbs/15_evaluate.ipynb #fd3de141
 import math
@@ -225,6 +226,9 @@ def completions(
     return [text for batch in zip(*ranks.gather(own)) for texts in batch for text in texts]
 
 # %% ../nbs/15_evaluate.ipynb #9ab7a6ad
+ANSWER_TOKENS = 144    # of the longest answer: a P: line of the public model with all its padding
+
+
 def evaluate(
     model: GPT,                          # the policy
     tokenizer: Tokenizer,                # its own
@@ -233,7 +237,7 @@ def evaluate(
     seed: int = 0,                       # of the noise
     scorer: RewardScorer | None = None,  # pays the reward column; None is the default configuration
     samples_per_prompt: int = 1,         # completions of each prompt
-    max_new_tokens: int = 144,           # longest completion; a padded one of the public model needs as many
+    max_new_tokens: int = ANSWER_TOKENS, # longest completion
     batch_size: int = 256,               # completions sampled together, whole groups
     ranks: Ranks = ALONE,                # processes that share the sampling; each gets the whole table
 ) -> pd.DataFrame:                       # as metrics_table, in the order of the samples

@@ -482,7 +482,7 @@ class NoWriter:
 
 @contextmanager
 def interrupted_afterwards() -> Iterator[None]:
-    "Hold Ctrl-C and SIGTERM back until the block is done; a second one acts at once. Who listens already goes on to."
+    "Hold Ctrl-C and SIGTERM back until the block is done; a second acts at once. An answer of somebody's own stays."
     usual = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     held = [number for number, answer in usual.items() if answer in (signal.default_int_handler, signal.SIG_DFL)]
     pressed = []

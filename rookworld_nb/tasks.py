@@ -272,7 +272,7 @@ def plain_prompt(
 )->str:         # "P: FEN" or "A: FEN+MOVE+HISTORY+", to the character what a model was trained to continue
     "A prompt without the liberties that a person takes with blanks and prefixes."
     asked = read_prompt(prompt)
-    if task_of(prompt) == 'P': return policy_prompt(asked.fen)
+    if isinstance(asked, PolicyAnswer): return policy_prompt(asked.fen)
     return env_prompt(asked.fen, asked.uci, asked.history)
 
 def split_line(

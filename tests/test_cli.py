@@ -21,7 +21,7 @@ import torch
 from rookworld_nb import cli
 from rookworld_nb.cli import COMMANDS, REQUIRED, UsageError, as_text, evaluation_samples, flags_of, main, parse_value
 from rookworld_nb.config import TrainConfig
-from rookworld_nb.evaluate import compare, evaluate
+from rookworld_nb.evaluate import TASK_METRICS, compare, evaluate
 from rookworld_nb.grpo import BatchShapeError, MissingInputError
 from rookworld_nb.model import GPT, GPTConfig, SequenceError
 from rookworld_nb.positions import read_lines, shipped
@@ -668,6 +668,7 @@ def test_eval_measures_both_tasks(call, tiny, cwd):
     assert {(row['task'], row['temperature']) for row in report['metrics']} == {(t, x) for t in 'PA' for x in (0., .7)}
     assert {row['n'] for row in report['metrics'] if row['task'] == 'A'} == {6}
     assert all(row['low'] <= row['mean'] <= row['high'] for row in report['metrics'] if 'low' in row)
+    assert all('low' in row for row in report['metrics'] if TASK_METRICS[row['task']][row['metric']].unit == 'share')    # others may not vary
     assert report['recall'][0]['class'] == 'ordinary'
     text = '\n'.join(call(*words, '--suite', 'env', '--limit', '2')[1])
     assert 'state_exact' in text and '2 prompts' in text and 'best_legal' not in text

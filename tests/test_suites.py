@@ -15,10 +15,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rookworld_nb.evaluate import mean_interval, wilson_interval
+from rookworld_nb.evaluate import ANSWER_TOKENS, mean_interval, wilson_interval
 from rookworld_nb.positions import SHIPPED, opening_positions, random_endgame, random_play, seen_positions, shipped, shipped_positions
 from rookworld_nb.rules import EngineNotFound, Stockfish, env_step, fen_key, find_stockfish, legal_moves
-from rookworld_nb.suites import (ANSWER_TOKENS, Puzzle, Question, SuiteError, bigbench_puzzle, elo_difference, epd_puzzle,
+from rookworld_nb.suites import (Puzzle, Question, SuiteError, bigbench_puzzle, elo_difference, epd_puzzle,
                                  legal_choice, level_options, lichess_puzzle, match_elo, match_scores, mate_puzzles,
                                  mating_moves, model_player, model_simulator, model_world, parse_puzzles, pass_at_k, play_match,
                                  read_puzzles, rules_world, self_play, self_play_scores, shipped_puzzles, solve,
