@@ -12,6 +12,7 @@ PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 TORCH := $(shell grep '^torch==' constraints.txt)
 PACKAGING := settings.ini setup.py constraints.txt
 export PYTHON
+unexport PYTHONDONTWRITEBYTECODE  # pip compiles nothing here: what is imported is, once, as it is first used
 
 .PHONY: help train test lab dev export notebooks readme
 help: ## this list
@@ -65,7 +66,6 @@ define install
 @echo "Installing rookworld_nb$(1) into .venv (once; torch is the large part)"
 $(PIP) install --no-compile -c constraints.txt $(TORCH)
 $(PIP) install --no-compile -c constraints.txt -e '.$(1)'
-$(BIN)/python -m compileall -qq -j 0 .venv/lib || true  # on all cores, where pip takes one; a few packages hold files that are no Python
 touch $@
 endef
 

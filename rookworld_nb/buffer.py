@@ -28,18 +28,19 @@ from torch import Tensor, nn
 
 from .grpo import BASELINES, REWARD_SCALES, EMATracker, compute_advantages
 from .hardware import ALONE, Ranks
-from .kl import SettingError, check_option, per_token_kl
+from .kl import SettingError, check_count, check_option, per_token_kl
 from .model import GPT, GPTConfig
 from .positions import Sample, by_task
 from .rewards import Scores
 from .sampling import COLDEST, Rollouts, completion_hidden, hidden_logprobs
 from .sampling import sample as sample_completions
+from .tasks import ANSWER_TOKENS
 from .weights import END_TOKEN, end_token_id
 
 # %% ../nbs/12_buffer.ipynb #e2452f5f
 class CountingTask:
     "A verifiable toy: after `P: 3` comes `4`, after `A: 3` comes `4 5`; calling it scores, like a `RewardScorer`."
-    DIGITS = '0123456789'
+    DIGITS = tuple('0123456789')
     def __init__(self):
         vocabulary = {word: i for i, word in enumerate((END_TOKEN, 'P:', 'A:', *self.DIGITS))}
         self.tokenizer = Tokenizer(WordLevel(vocabulary, unk_token=END_TOKEN))
@@ -271,8 +272,8 @@ class CollectorConfig:
     "How prompts become experiences."
     group_size: int = 8               # completions per prompt, at least 2: they are compared with each other
     temperature: float = 0.7          # of sampling, > 0; the loss uses the same
-    max_new_tokens_policy: int = 144  # longest P: completion, in tokens
-    max_new_tokens_env: int = 144     # longest A: completion, in tokens
+    max_new_tokens_policy: int = ANSWER_TOKENS # longest P: completion, in tokens
+    max_new_tokens_env: int = ANSWER_TOKENS # longest A: completion, in tokens
     baseline: str = 'group_mean'      # what a reward is compared with: group_mean | ema | adaptive | leave_one_out
     scale_rewards: str = 'group'      # what the difference is divided by: group | batch | none
     mask_truncated: bool = False      # completions that were cut off train nothing
@@ -283,8 +284,7 @@ class CollectorConfig:
         check_option('baseline', self.baseline, BASELINES)
         check_option('scale_rewards', self.scale_rewards, REWARD_SCALES)
         for name, least in (('group_size', 2), ('max_new_tokens_policy', 1), ('max_new_tokens_env', 1)):
-            if getattr(self, name) < least:
-                raise SettingError(f'{name}={getattr(self, name)} must be at least {least}')
+            check_count(name, getattr(self, name), least)
         if not COLDEST <= self.temperature < float('inf'):
             raise SettingError(f'temperature={self.temperature} must be finite and at least {COLDEST}: at 0 all '
                                'completions of a group are alike')
@@ -506,10 +506,7 @@ class BufferConfig:
     def __post_init__(self) -> None:
         for name in ('replays', 'capacity', 'minibatch_positions', 'max_age'):
             value = getattr(self, name)
-            if value is None and name in ('minibatch_positions', 'max_age'):
-                continue
-            if type(value) is not int or value < 1:    # True is none
-                raise SettingError(f'{name}={value!r} must be a whole number of at least 1')
+            if value is not None or name in ('replays', 'capacity'): check_count(name, value)
         if not 0 <= self.fresh_share <= 1:
             raise SettingError(f'fresh_share={self.fresh_share} is not a share between 0 and 1')
 
@@ -636,6 +633,8 @@ class RolloutBuffer:
         while is_wanting(self.groups, self.newest.num_groups if self.newest else 1, c) \
                 and (experience := next(self.collector, None)) is not None:
             check_room(c, experience.num_groups)
+            if experience.number in self.experiences:
+                raise SettingError(f'experience number {experience.number} is stored already; each needs its own')
             due = min((group.due for group in self.groups), default=0)    # new groups join the pass that is going on
             self.newest = self.experiences[experience.number] = experience
             self.groups += stored_groups(experience, self.dealt, due, c.drop_tied)

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['PART_NAMES', 'CURVED', 'LARGEST', 'policy_earnings', 'env_earnings', 'earnings_table', 'token_parts',
-           'part_advantages', 'share_with_list', 'PartCredit']
+           'part_advantages', 'share_with_list', 'paid_whole', 'PartCredit']
 
 # %% ../nbs/09_credit.ipynb #6ece5f79
 import math
@@ -128,6 +128,15 @@ def share_with_list(
     return shared
 
 # %% ../nbs/09_credit.ipynb #be546156
+def paid_whole(
+    cfg: RewardConfig, # of a scorer
+) -> list[str]:        # its fields
+    "The settings that act on whole answers, so that parts cannot be paid."
+    fine = {'shaping': ADDITIVE, 'normalize': (False,), 'reward_warmup_steps': (0,)}
+    fine |= dict.fromkeys(CURVED, ('linear',))
+    return [name for name, values in fine.items() if getattr(cfg, name) not in values]
+
+
 class PartCredit:
     "Advantages of tokens: every part of an answer is compared with the same part of the other answers to its prompt."
     def __init__(
@@ -135,9 +144,7 @@ class PartCredit:
         cfg: RewardConfig,     # of the scorer: costs, credits, weights
         tokenizer: Tokenizer,  # of the policy
     ) -> None:
-        curved = [name for name in CURVED if getattr(cfg, name) != 'linear']
-        shaped = [] if cfg.shaping in ADDITIVE else ['shaping']
-        if acting := shaped + curved + [name for name in ('normalize', 'reward_warmup_steps') if getattr(cfg, name)]:
+        if acting := paid_whole(cfg):
             raise SettingError(f'{acting[0]}={getattr(cfg, acting[0])!r} acts on whole answers: parts cannot be paid')
         self.cfg, self.tokenizer, self.pieces = cfg, tokenizer, {}
 

@@ -27,7 +27,7 @@ from IPython.display import display
 
 from .monitor import BLUE, LIGHT_COLOURS, MUTED, ORANGE, Curves, Light, Picture, Rows, overall
 from .positions import spread
-from .rewards import PolicyTruth, read_env, read_policy
+from .rewards import PolicyTruth, RewardTerms, read_env, read_policy
 from .rules import InvalidFen, env_step, legal_moves
 from .tasks import EnvAnswer, PolicyAnswer, is_fen, is_uci, parse_env, parse_policy
 
@@ -250,7 +250,8 @@ def env_diagrams(
             'illegal': (answer.truncated, truth.truncated)}
     if answer.new_fen:
         told = {'rest of the FEN': tuple(step.new_fen.partition(' ')[2] for step in (answer, truth))} | told
-    if answer.reward is not None and abs(answer.reward - truth.reward) < .01: del told['reward']    # as it is paid
+    if answer.reward is not None and abs(answer.reward - truth.reward) < RewardTerms.reward_tolerance:
+        del told['reward']    # as it is paid
     lines += [(f'{name}: {said}, not {true}', True) for name, (said, true) in told.items() if said != true]
     happened = 'is illegal: the position stays' if truth.truncated else f'is played, reward {truth.reward:g}'
     note = f'{uci} {happened}', False

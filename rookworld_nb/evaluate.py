@@ -4,11 +4,10 @@
 
 # %% auto #0
 __all__ = ['REWARD', 'MULTIPV', 'POLICY_METRICS', 'ENV_METRICS', 'TASK_METRICS', 'EVAL_CLIP', 'ROUNDING', 'OUTCOMES', 'CLASSES',
-           'KEYS', 'HELDOUT_COLUMNS', 'ANSWER_TOKENS', 'RECALL_COLUMNS', 'TaskMetric', 'clip_pawns',
-           'best_move_metrics', 'policy_metrics', 'outcome', 'move_class', 'env_metrics', 'EvaluationError',
-           'metrics_table', 'completions', 'evaluate', 'chance_line', 'bootstrap_interval', 'wilson_interval',
-           'mean_interval', 'by_prompt', 'summarise', 'select_rows', 'recall_table', 'Difference', 'paired_difference',
-           'compare']
+           'KEYS', 'HELDOUT_COLUMNS', 'RECALL_COLUMNS', 'TaskMetric', 'clip_pawns', 'best_move_metrics',
+           'policy_metrics', 'outcome', 'move_class', 'env_metrics', 'EvaluationError', 'metrics_table', 'completions',
+           'evaluate', 'chance_line', 'bootstrap_interval', 'wilson_interval', 'mean_interval', 'by_prompt',
+           'summarise', 'select_rows', 'recall_table', 'Difference', 'paired_difference', 'compare']
 
 # %% ../nbs/15_evaluate.ipynb #fd3de141
 import math
@@ -25,10 +24,10 @@ from tokenizers import Tokenizer
 from .hardware import ALONE, Ranks
 from .model import GPT
 from .positions import Sample
-from .rewards import PolicyTruth, RewardScorer, find_truth, read_env, read_policy
+from .rewards import PolicyTruth, RewardScorer, RewardTerms, find_truth, read_env, read_policy
 from .rules import EnvStep, legal_moves
 from .sampling import sample as sample_group
-from .tasks import MAX_MOVES, parse_env, parse_policy
+from .tasks import ANSWER_TOKENS, MAX_MOVES, parse_env, parse_policy
 
 # %% ../nbs/15_evaluate.ipynb #de65d3cb
 class TaskMetric(NamedTuple):
@@ -162,7 +161,7 @@ def env_metrics(
     truth, answer = find_truth(sample.prompt, sample.completion, None), read_env(text)
     asked = parse_env(sample.line)
     exact = answer.new_fen == truth.new_fen
-    reward = answer.reward is not None and abs(answer.reward - truth.reward) < .01
+    reward = answer.reward is not None and abs(answer.reward - truth.reward) < RewardTerms.reward_tolerance
     flags = (answer.terminated, answer.truncated) == (truth.terminated, truth.truncated)
     what = move_class(asked.fen, asked.uci, truth)
     predicted = outcome(answer.reward, answer.terminated, answer.truncated)
@@ -226,9 +225,6 @@ def completions(
     return [text for batch in zip(*ranks.gather(own)) for texts in batch for text in texts]
 
 # %% ../nbs/15_evaluate.ipynb #9ab7a6ad
-ANSWER_TOKENS = 144    # of the longest answer: a P: line of the public model with all its padding
-
-
 def evaluate(
     model: GPT,                          # the policy
     tokenizer: Tokenizer,                # its own

@@ -9,7 +9,7 @@ __all__ = ['PRECISIONS', 'COMPILE_MODES', 'logger', 'SIZES', 'OUT_OF_MEMORY', 'A
            'adam_bytes', 'proc_bytes', 'container_room', 'trim_memory', 'reset_peak', 'peak_memory', 'total_memory',
            'MemoryProfile', 'is_out_of_memory', 'completes', 'memory_limit', 'unchanged', 'BatchSearch', 'search_batch',
            'profile_lines', 'RankError', 'in_company', 'Ranks', 'add_up', 'agree', 'told_to_end', 'has_own_gpu',
-           'torchrun']
+           'torchrun', 'torch_device']
 
 # %% ../nbs/10_hardware.ipynb #93a7b872
 import ctypes
@@ -585,3 +585,26 @@ def torchrun(
         raise
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+# %% ../nbs/10_hardware.ipynb #6ea7c3f1
+def torch_device(
+    name: str,  # 'auto', 'cpu', 'cuda', 'cuda:1', ...
+    ranks: Ranks = ALONE,  # of several processes each takes the GPU of its own number
+    flag: str = '--device',  # what it was asked with, for the message
+) -> str:  # a device that works here; 'auto' takes the GPU where there is one
+    "Check a device before anything is loaded onto it."
+    if ranks.size > 1 and has_own_gpu(name):
+        if ranks.local >= (count := torch.cuda.device_count()):
+            raise HardwareError(f'{flag} {name}: a GPU for each process, and this machine has {count}; start as many '
+                                f'processes as GPUs, or let all share one with {flag} cuda:0')
+        torch.cuda.set_device(ranks.local)
+        return f'cuda:{ranks.local}'
+    if name == 'auto':
+        return 'cuda' if torch.cuda.is_available() else 'cpu'
+    try:
+        torch.zeros(1, device=name).tolist()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        here = ['auto', 'cpu'] + [f'cuda:{i}' for i in range(torch.cuda.device_count())]
+        why, *_ = str(error).splitlines() or ['']
+        raise HardwareError(f'{flag} {name}: cannot be used here ({why}); valid: {", ".join(here)}') from None
+    return name

@@ -5,11 +5,11 @@
 # %% auto #0
 __all__ = ['logger', 'SHIPPED', 'PUZZLES', 'OPENINGS', 'CENTRE', 'HOME_RANK', 'PIECE_MIX', 'Sample', 'DataError', 'text_file',
            'data_files', 'lazy_lines', 'read_lines', 'warn_malformed', 'write_lines', 'shipped', 'seen_positions',
-           'shipped_positions', 'split_by_position', 'Position', 'opening_positions', 'development_weight',
-           'random_play', 'random_endgame', 'generate_positions', 'LabelError', 'policy_line', 'fen_in', 'count_moves',
-           'shard_of', 'Labelling', 'labelled_in', 'locked', 'replacing', 'write_plan', 'plan_of', 'cut_inputs',
-           'label_shard', 'label_worker', 'told', 'merge_shards', 'clear_shards', 'label_files', 'by_task', 'spread',
-           'prompt_pools', 'Rounds', 'Blend', 'is_rare', 'env_stream', 'PromptMix']
+           'apart_from', 'shipped_positions', 'split_by_position', 'Position', 'opening_positions',
+           'development_weight', 'random_play', 'random_endgame', 'generate_positions', 'LabelError', 'policy_line',
+           'fen_in', 'count_moves', 'shard_of', 'Labelling', 'labelled_in', 'locked', 'replacing', 'write_plan',
+           'plan_of', 'cut_inputs', 'label_shard', 'label_worker', 'told', 'merge_shards', 'clear_shards',
+           'label_files', 'by_task', 'spread', 'prompt_pools', 'Rounds', 'Blend', 'is_rare', 'env_stream', 'PromptMix']
 
 # %% ../nbs/04_positions.ipynb #8bbc9c47
 import gzip
@@ -179,6 +179,14 @@ def seen_positions(
     "The positions that a data set shows."
     pairs = [(sample.fen, parse_env(sample.completion).new_fen if sample.task == 'A' else None) for sample in samples]
     return {fen_key(fen) for pair in pairs for fen in pair if fen}
+
+
+def apart_from(
+    samples: Iterable[Sample],  # P: and A: samples
+    taken: set[str],            # fen_key of positions
+) -> list[Sample]:  # in their order
+    "The samples that show none of these positions, in the prompt or in the answer."
+    return [sample for sample in samples if not seen_positions([sample]) & taken]
 
 
 PUZZLES = ('mates', 'tactics')  # suites of puzzles that come with the package, a position a line

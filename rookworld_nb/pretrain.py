@@ -34,7 +34,7 @@ from torch.nn import functional as F
 
 from .model import GPT, GPTConfig
 from .positions import (
-    Sample, by_task, random_endgame, read_lines, replacing, seen_positions, shipped_positions, write_lines)
+    Sample, apart_from, by_task, random_endgame, read_lines, replacing, seen_positions, shipped_positions, write_lines)
 from .rules import InvalidFen, Stockfish, env_step, fen_key, legal_moves
 from .tasks import format_env, format_policy, parse_policy, policy_prompt, split_line
 from .weights import END_TOKEN, end_token_id, load_pretrained, save_pretrained
@@ -875,8 +875,7 @@ def prepare(
     held, rare = [sample for file in held_files for sample in whole_shard(file)], make_stress(held_files)
     write_lines(rare, folder/'stress.txt.gz')
     taken = {*excluded} | seen_positions(held + rare) | shipped_positions()
-    samples = [sample for file in train_files for sample in whole_shard(file)
-               if not seen_positions([sample]) & taken]
+    samples = apart_from((sample for file in train_files for sample in whole_shard(file)), taken)
     rows, held_rows = (_rows(some, tokenizer, config.best_first) for some in (samples, held[:2000] + held[-2000:]))
     parts = {'train': rows, 'held': {kind: some.first(200) for kind, some in held_rows.items()}}
     _keep_rows(cache, made_of, parts)
@@ -934,8 +933,7 @@ def make_prompts(
     rng = random.Random(f'{seed} training prompts')
     natural = [natural_env_sample(sample, rng) for sample in policy[:n_env*5//8]]
     train = policy[:n_policy] + natural + mix[:n_env*3//8]
-    taken = seen_positions(held + rare)    # an answer may show what another prompt asks
-    return [sample for sample in train if not seen_positions([sample]) & taken], held
+    return apart_from(train, seen_positions(held + rare)), held    # an answer may show what another prompt asks
 
 # %% ../nbs/11_pretrain.ipynb #a4c7ef07
 def pretrain(

@@ -7,10 +7,9 @@ __all__ = ['Shaping', 'ADDITIVE', 'Scaling', 'RANGES', 'POSITIVE', 'PARTS', 'SET
            'logger', 'RewardConfigError', 'RewardTerms', 'RewardConfig', 'check_config', 'scale_score', 'PolicyTruth',
            'policy_format', 'candidate_gains', 'candidates_score', 'eval_gains', 'evals_score', 'best_score',
            'env_scores', 'Judged', 'read_policy', 'read_env', 'judge_policy', 'judge_env', 'judge', 'ladder_rung',
-           'shape_reward', 'MissingTarget', 'BadTarget', 'Analyser', 'prompt_position', 'stored_truth', 'rules_truth',
-           'engine_truth', 'find_truth', 'RunningNorm', 'final_rewards', 'blend_shares', 'component_row',
-           'component_table', 'EngineSilent', 'engine_questions', 'Scores', 'PatientEngine', 'find_truths',
-           'judge_rows', 'RewardScorer']
+           'shape_reward', 'MissingTarget', 'BadTarget', 'Analyser', 'stored_truth', 'rules_truth', 'engine_truth',
+           'find_truth', 'RunningNorm', 'final_rewards', 'blend_shares', 'component_row', 'component_table',
+           'EngineSilent', 'engine_questions', 'Scores', 'PatientEngine', 'find_truths', 'judge_rows', 'RewardScorer']
 
 # %% ../nbs/05_rewards.ipynb #b4f48dd3
 import logging
@@ -344,14 +343,6 @@ class Analyser(Protocol):
         """Return the engine's candidates for the side to move, best first."""
 
 
-def prompt_position(
-    prompt: str, # P: prompt
-) -> str:        # its FEN
-    """The position that a policy prompt asks about."""
-    if task_of(prompt) != 'P':
-        raise BadTarget(f'prompt {prompt!r} must be P: and a FEN')
-    return read_prompt(prompt).fen
-
 # %% ../nbs/05_rewards.ipynb #cce6a954
 @lru_cache(maxsize=1024)
 def stored_truth(
@@ -363,7 +354,7 @@ def stored_truth(
         answer = parse_policy(target)
         if not answer.moves or len(answer.moves) != len(answer.evals):
             raise BadTarget(f'target {target!r} must list moves and as many evaluations')
-        fen = prompt_position(prompt)
+        fen = read_prompt(prompt).fen
         if wrong := [m for i, m in enumerate(answer.moves) if m not in legal_moves(fen) or m in answer.moves[:i]]:
             raise BadTarget(f'target {target!r}: {wrong[0]} is illegal in {fen} or listed twice')
         return PolicyTruth.make(fen, answer.moves, answer.evals)
@@ -387,7 +378,7 @@ def engine_truth(
     engine: Analyser, # gives candidates for a position
 ) -> PolicyTruth:     # the engine's view
     """Ask the engine, which keeps its own cache."""
-    fen = prompt_position(prompt)
+    fen = read_prompt(prompt).fen
     lines = engine.analyse(fen)
     if not lines:
         raise MissingTarget(f'the engine has no move in {fen!r}; is the game over?')
@@ -500,7 +491,7 @@ def engine_questions(
     targets: Sequence[str | None], # B perfect completions, None where there is none
 ) -> list[str]:                    # FENs, each once
     """The positions that only an engine can judge: those of P: prompts without a target."""
-    return list(dict.fromkeys(prompt_position(prompt) for prompt, target in zip(prompts, targets)
+    return list(dict.fromkeys(read_prompt(prompt).fen for prompt, target in zip(prompts, targets)
                               if target is None and task_of(prompt) == 'P'))
 
 

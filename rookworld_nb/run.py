@@ -4,12 +4,11 @@
 
 # %% auto #0
 __all__ = ['logger', 'SIGHT', 'SHOWN', 'apart_from_evaluation', 'training_samples', 'heldout_samples', 'run_folder',
-           'torch_device', 'both_devices', 'open_engine', 'announced', 'collector_of', 'Setup', 'updates_per_batch',
-           'planned_work', 'trial_run', 'memory_components', 'profile_batches', 'choose_batch', 'examine', 'glance',
-           'run_summary', 'finish', 'origin_of', 'run_state', 'save_run', 'restore_run', 'resumed_config', 'asked_for',
-           'NoWriter', 'interrupted_afterwards', 'make_folder', 'alone_in', 'check_settled', 'writer_of',
-           'starting_config', 'Run', 'next_row', 'write_events', 'read_events', 'levers', 'steer', 'closing_table',
-           'first_update_line', 'train']
+           'both_devices', 'open_engine', 'announced', 'collector_of', 'Setup', 'updates_per_batch', 'planned_work',
+           'trial_run', 'memory_components', 'profile_batches', 'choose_batch', 'examine', 'glance', 'run_summary',
+           'finish', 'origin_of', 'run_state', 'save_run', 'restore_run', 'resumed_config', 'asked_for', 'NoWriter',
+           'interrupted_afterwards', 'make_folder', 'alone_in', 'check_settled', 'writer_of', 'starting_config', 'Run',
+           'next_row', 'write_events', 'read_events', 'levers', 'steer', 'closing_table', 'first_update_line', 'train']
 
 # %% ../nbs/21_run.ipynb #b15f4c93
 import copy
@@ -28,25 +27,24 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-import torch
 from tqdm import tqdm
 
 from .buffer import (
     Collector, RolloutBuffer, buffer_state, check_room, collector_state, restore_buffer, restore_collector)
-from rookworld_nb.checkpoint import (
-    PROFILES, checkpoint_step, checkpoints_of, cut_logs, fingerprint, model_bytes, newest_checkpoint, put_back, sweep,
-    write_checkpoint)
+from .checkpoint import (
+    PROFILES, checkpoint_step, checkpoints_of, cut_logs, fingerprint, model_bytes, newest_checkpoint, put_back,
+    sweep, write_checkpoint)
 from .config import FREE, OPEN, RunError, TrainConfig
 from .credit import PartCredit
 from .evaluate import chance_line, compare, evaluate, recall_table, select_rows
 from .hardware import (
-    ALONE, SIZES, KeptForBackward, Ranks, adam_bytes, agree, has_own_gpu, kv_cache_bytes, prepare_model, search_batch,
-    set_allocator, tensor_bytes, trim_memory, unchanged, use_hardware)
+    ALONE, SIZES, KeptForBackward, Ranks, adam_bytes, agree, kv_cache_bytes, prepare_model, search_batch,
+    set_allocator, tensor_bytes, torch_device, trim_memory, unchanged, use_hardware)
 from .model import GPT
 from .monitor import RunFolder, RunWriter, read_metrics, save_reward_curve, write_atomic
-from .positions import (
-    DataError, PromptMix, Sample, by_task, is_rare, locked, read_lines, seen_positions, shipped, shipped_positions,
-    spread, warn_malformed)
+from rookworld_nb.positions import (
+    DataError, PromptMix, Sample, apart_from, by_task, is_rare, locked, read_lines, shipped, shipped_positions, spread,
+    warn_malformed)
 from .rewards import PatientEngine, RewardScorer, engine_questions
 from .rules import Stockfish
 from .trainer import Trainer, restore_trainer, trainer_state
@@ -64,8 +62,7 @@ def apart_from_evaluation(
     warn_malformed(data, malformed)
     if not samples:
         raise DataError(f'--data {data}: no usable P: or A: line')
-    taken = shipped_positions('heldout', 'stress')    # an answer, too, may show what another prompt asks
-    apart = [sample for sample in samples if not seen_positions([sample]) & taken]
+    apart = apart_from(samples, shipped_positions('heldout', 'stress'))
     if len(apart) < len(samples):
         logger.warning('--data %s: %d of %d lines show positions of the evaluation, and are left out', data,
                        len(samples) - len(apart), len(samples))
@@ -121,29 +118,6 @@ def run_folder(
     if not above.is_dir() or not os.access(above, os.W_OK):
         raise RunError(f'--output-dir {folder}: {above} is no folder that can be written to; give another one')
     return folder
-
-# %% ../nbs/21_run.ipynb #6ea7c3f1
-def torch_device(
-    name: str,  # 'auto', 'cpu', 'cuda', 'cuda:1', ...
-    ranks: Ranks = ALONE,  # of several processes each takes the GPU of its own number
-    flag: str = '--device',  # what it was asked with, for the message
-) -> str:  # a device that works here; 'auto' takes the GPU where there is one
-    "Check a device before anything is loaded onto it."
-    if ranks.size > 1 and has_own_gpu(name):
-        if ranks.local >= (count := torch.cuda.device_count()):
-            raise RunError(f'{flag} {name}: a GPU for each process, and this machine has {count}; start as many '
-                           f'processes as GPUs, or let all share one with {flag} cuda:0')
-        torch.cuda.set_device(ranks.local)
-        return f'cuda:{ranks.local}'
-    if name == 'auto':
-        return 'cuda' if torch.cuda.is_available() else 'cpu'
-    try:
-        torch.zeros(1, device=name).tolist()
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        here = ['auto', 'cpu'] + [f'cuda:{i}' for i in range(torch.cuda.device_count())]
-        why, *_ = str(error).splitlines() or ['']
-        raise RunError(f'{flag} {name}: cannot be used here ({why}); valid: {", ".join(here)}') from None
-    return name
 
 # %% ../nbs/21_run.ipynb #8cdfbdc3
 def both_devices(

@@ -48,6 +48,8 @@ def encode_prompts(
 ) -> tuple[Tensor, Tensor]: # (B, P) int64 ids and (B, P) bool, True at real tokens; padding on the left
     'Token ids of a batch of prompts, padded so that every prompt ends in the last column.'
     encodings = tokenizer.encode_batch(list(prompts), add_special_tokens=False)
+    if any(e.overflowing for e in encodings):
+        raise PromptLengthError('the tokenizer cuts long prompts; call its no_truncation() first')
     rows = [[i for i, real in zip(e.ids, e.attention_mask) if real] for e in encodings]
     for row, text in zip(rows, prompts):
         if not row: raise PromptLengthError(f'prompt {text!r} has no tokens; at least one is needed')
@@ -90,7 +92,9 @@ def decode(
     owners = rows // (n_rows//len(prefix.lengths))
     hidden = prefix.last_hidden[owners]
     for t in range(limit):
-        tokens, logprobs = draw(model.logits(hidden), temperature, noise[t, rows])
+        if not (logits := model.logits(hidden)).isfinite().all():
+            raise SamplingError(f'the model computes NaN or infinity at new token {t + 1}')
+        tokens, logprobs = draw(logits, temperature, noise[t, rows])
         yield rows, tokens, logprobs
         alive = (tokens != end_id).nonzero().squeeze(1)
         if len(alive) == 0 or t+1 == limit: return
@@ -122,8 +126,6 @@ def generate(
     mask, logprobs = torch.zeros(shape, dtype=torch.bool, device=device), torch.zeros(shape, device=device)
     with torch.autocast(device.type, enabled=False): # weights that a bf16 model converts stay converted until the end
         prefix = model.prefill(prompt_ids, prompt_mask) if len(ids) else None
-        if prefix and not model.logits(prefix.last_hidden).isfinite().all():
-            raise SamplingError('the model computes NaN or infinity for these prompts')
         steps = decode(model, prefix, noise, temperature, end_id) if prefix else ()
         for t, (rows, tokens, chosen) in enumerate(steps):
             ids[rows, t], mask[rows, t], logprobs[rows, t] = tokens, True, chosen
@@ -173,7 +175,8 @@ def check_request(
     if isinstance(prompts, str): raise SamplingError(f'prompts must be a list of texts, not the text {prompts!r}')
     if len(prompts) == 0: raise SamplingError('prompts is empty; at least one prompt is needed')
     for name, value in (('group_size', group_size), ('max_new_tokens', max_new_tokens)):
-        if value < 1: raise SamplingError(f'{name}={value!r}; it must be at least 1')
+        if type(value) is not int or value < 1:
+            raise SamplingError(f'{name}={value!r}; it must be a whole number of at least 1')
     if not (temperature == 0 or COLDEST <= temperature < float('inf')):
         raise SamplingError(f'temperature={temperature!r}; it must be 0 (greedy) or finite and at least {COLDEST}')
 

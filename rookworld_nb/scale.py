@@ -66,7 +66,7 @@ class SearchError(ValueError):
     "A study that cannot be run as asked; the message names the flag, its value and the valid ones."
 
 
-class WorkersLost(ValueError):
+class WorkersLost(RuntimeError):
     "All processes of a study have ended before its trials were done."
 
 

@@ -541,6 +541,18 @@ def test_counts_must_be_counts(name, value):
         BufferConfig(**{name: value})
 
 
+def test_two_experiences_of_one_number_are_refused(model):
+    one, other = next(collector(model)), next(collector(model))
+    buffer = RolloutBuffer(iter([one, other]), BufferConfig(replays=1, capacity=2, minibatch_positions=8))
+    with pytest.raises(SettingError, match='experience number 1 is stored already'): next(buffer)
+
+
+@pytest.mark.parametrize('value', [2.5, '4', True])
+def test_counts_of_a_collection_are_whole(value):
+    for name in ('group_size', 'max_new_tokens_policy', 'max_new_tokens_env'):
+        with pytest.raises(SettingError, match=f'{name}=.* must be a whole number'): CollectorConfig(**{name: value})
+
+
 @pytest.mark.parametrize('value', [-.1, 1.1])
 def test_the_fresh_share_is_a_share(value):
     with pytest.raises(SettingError, match='fresh_share'):
@@ -601,3 +613,7 @@ def test_what_was_not_judged_is_compared_with_nothing_and_moves_no_other(model, 
     assert found[1].metrics()['completions/unjudged'] == pytest.approx(1/3)
     part = found[1].parts[0]
     assert not part.loss_mask[2*G:].any() and torch.equal(part.loss_mask[:2*G], part.rollouts.completion_mask[:2*G])
+
+
+def test_a_digit_is_one_character():
+    assert TASK(['P: 3', 'P: 3'], ['4', '45']).rewards.tolist() == pytest.approx([1., -.3])

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from rookworld_nb.grpo import (BASELINES, IMPORTANCE_LEVELS, LOSS_TYPES, REWARD_SCALES, BatchShapeError, EMATracker,
+from rookworld_nb.grpo import (BASELINES, IMPORTANCE_LEVELS, LOSS_TYPES, REWARD_SCALES, EMATracker,
                                MissingInputError, adaptive_baseline, by_group, compute_advantages, count_items, gae, grpo_loss,
                                importance_ratio, place_rewards, policy_term, value_loss)
-from rookworld_nb.kl import EXACT_KL, SAMPLED_KL, SettingError, UnknownOptionError, exact_kl, per_token_kl, reweight_kl
+from rookworld_nb.kl import EXACT_KL, SAMPLED_KL, BatchShapeError, SettingError, exact_kl, per_token_kl, reweight_kl
 
 EXACT = dict(atol=1e-9, rtol=1e-9)
 SEEDS = st.integers(0, 2**31 - 1)
@@ -252,13 +252,13 @@ def test_no_gradient_reaches_the_samplers_the_reference_or_the_advantages():
 @pytest.mark.parametrize('setting, valid', [('kl_estimator', SAMPLED_KL + EXACT_KL), ('loss_type', LOSS_TYPES),
                                             ('importance_level', IMPORTANCE_LEVELS)])
 def test_a_wrong_word_in_the_loss_is_named(setting, valid):
-    with pytest.raises(UnknownOptionError) as error: grpo_loss(**make_batch(1), **{setting: 'nonsense'})
+    with pytest.raises(SettingError) as error: grpo_loss(**make_batch(1), **{setting: 'nonsense'})
     for word in (setting, "'nonsense'", *valid): assert word in str(error.value)
 
 
 @pytest.mark.parametrize('setting, valid', [('baseline', BASELINES), ('scale_rewards', REWARD_SCALES)])
 def test_a_wrong_word_in_the_advantages_is_named(setting, valid):
-    with pytest.raises(UnknownOptionError) as error: compute_advantages(torch.ones(4), 2, **{setting: 'nonsense'})
+    with pytest.raises(SettingError) as error: compute_advantages(torch.ones(4), 2, **{setting: 'nonsense'})
     for word in (setting, "'nonsense'", *valid): assert word in str(error.value)
 
 
@@ -516,3 +516,19 @@ def test_value_loss_value_gradient_and_micro_batches():
     assert not gradient[~mask].any()    # where the returns are nan
     parts = [value_loss(values[i:i + 1], returns[i:i + 1], mask[i:i + 1], mask.sum()) for i in range(4)]
     assert_close(sum(parts), loss, **EXACT)
+
+
+@pytest.mark.parametrize('values', [dict(kl_coef=-.5), dict(kl_coef=math.nan), dict(clip_low=math.nan), dict(clip_high=-.1)])
+def test_a_weight_or_range_that_turns_the_loss_around_is_refused(values):
+    with pytest.raises(SettingError, match=next(iter(values))): grpo_loss(**make_batch(1), **values)
+
+
+@pytest.mark.parametrize('values', [dict(gamma=2.), dict(gamma=-.1), dict(gae_lambda=math.nan), dict(gae_lambda=1.1)])
+def test_a_discount_is_a_share(values):
+    with pytest.raises(SettingError, match=f'{next(iter(values))}=.* must be between 0 and 1'):
+        gae(torch.zeros(2, 3), torch.zeros(2, 3), torch.ones(2, 3, dtype=torch.bool), **values)
+
+
+def test_the_targets_of_a_critic_have_its_shape():
+    with pytest.raises(BatchShapeError, match='returns has shape'):
+        value_loss(torch.zeros(2, 3), torch.zeros(2, 1), torch.ones(2, 3, dtype=torch.bool))

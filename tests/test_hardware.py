@@ -18,7 +18,7 @@ from rookworld_nb.hardware import (
     kv_cache_bytes, matmul_error, memory_limit, peak_memory, prepare_model, proc_bytes, reset_peak, search_batch, set_allocator, tensor_bytes,
     total_memory, unchanged, use_hardware)
 from rookworld_nb.config import TrainConfig
-from rookworld_nb.kl import UnknownOptionError
+from rookworld_nb.kl import SettingError
 from rookworld_nb.model import GPT, GPTConfig, KVCache
 from rookworld_nb.run import Run, Setup, memory_components, profile_batches, run_state, trial_run
 from rookworld_nb.trainer import TrainerConfig, build_optimizer
@@ -128,7 +128,7 @@ def test_the_three_adamws_compute_the_same():
         moved[kind] = list(model.parameters())
     assert_close(moved['fused'], moved['foreach'], atol=1e-4, rtol=0)   # a step is 1e-2 long
     assert_close(moved['fused'], moved['loop'], atol=1e-4, rtol=0)
-    with pytest.raises(UnknownOptionError, match='adamw'):
+    with pytest.raises(SettingError, match='adamw'):
         TrainerConfig(adamw='sgd')
 
 

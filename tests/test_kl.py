@@ -1,6 +1,7 @@
 """KL estimators against closed forms and plain loops, their exact expected gradients, and the controller as a feedback loop."""
 import itertools
 import math
+import re
 
 import pytest
 import torch
@@ -8,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from rookworld_nb.kl import (EXACT_KL, KL_ESTIMATORS, SAMPLED_KL, KLConfig, KLController, SettingError, UnknownOptionError,
-                             exact_kl, per_token_kl, reweight_kl)
+from rookworld_nb.kl import (EXACT_KL, KL_ESTIMATORS, SAMPLED_KL, BatchShapeError, KLConfig, KLController, SettingError,
+                             check_count, exact_kl, per_token_kl, reweight_kl)
 
 EXACT = dict(atol=1e-9, rtol=1e-9)
 SEEDS = st.integers(0, 2**31 - 1)
@@ -64,11 +65,24 @@ def exact_by_loop(policy, reference, direction):
 
 @pytest.mark.parametrize('direction', EXACT_KL)
 @settings(max_examples=20, deadline=None)
-@given(seed=SEEDS, rows=st.integers(1, 3), columns=st.integers(1, 4), vocab=st.integers(2, 7), chunk=st.integers(1, 13))
-def test_exact_kl_equals_a_plain_loop_in_any_chunks(direction, seed, rows, columns, vocab, chunk):
+@given(seed=SEEDS, rows=st.integers(1, 3), columns=st.integers(1, 4), vocab=st.integers(2, 7))
+def test_exact_kl_equals_a_plain_loop(direction, seed, rows, columns, vocab):
     policy, ref = 2 * torch.randn(2, rows, columns, vocab, generator=rng(seed), dtype=torch.float64)
     expected = [[exact_by_loop(policy[i, j].tolist(), ref[i, j].tolist(), direction) for j in range(columns)] for i in range(rows)]
-    assert_close(exact_kl(policy, ref, direction, chunk), torch.tensor(expected, dtype=torch.float64), **EXACT)
+    assert_close(exact_kl(policy, ref, direction), torch.tensor(expected, dtype=torch.float64), **EXACT)
+
+
+@pytest.mark.parametrize('other', [(2, 1), (1, 3), (3, 2), (3,)])
+def test_shapes_that_would_be_stretched_are_refused(other):
+    with pytest.raises(BatchShapeError, match=rf'ref_logprobs has shape \({re.escape(str(other)[1:-1])}\), logprobs \(2, 3\)'):
+        per_token_kl(torch.zeros(2, 3), torch.zeros(other))
+    with pytest.raises(BatchShapeError, match='ref_logits'): exact_kl(torch.zeros(2, 3, 5), torch.zeros(*other, 5))
+
+
+@pytest.mark.parametrize('value', [0, -1, 2.5, 2., True, '2', None])
+def test_a_count_is_a_whole_number(value):
+    with pytest.raises(SettingError, match='size=.* must be a whole number of at least 1'): check_count('size', value)
+    check_count('size', 0, 0)
 
 
 def test_coins_in_closed_form():
@@ -185,7 +199,7 @@ def test_reweighting_broadcasts_one_ratio_per_sequence():
     (lambda x: reweight_kl(torch.zeros(1, 1), torch.ones(1, 1), x), 'kl_estimator', KL_ESTIMATORS),
     (lambda x: KLConfig(kl_control=x), 'kl_control', ('fixed', 'adaptive'))])
 def test_a_wrong_word_is_named_with_the_valid_ones(call, setting, valid):
-    with pytest.raises(UnknownOptionError) as error: call('k4')
+    with pytest.raises(SettingError) as error: call('k4')
     for word in (setting, "'k4'", *valid): assert word in str(error.value)
     assert isinstance(error.value, ValueError)
 

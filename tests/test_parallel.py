@@ -22,12 +22,12 @@ from rookworld_nb.buffer import Experience, RolloutPart, share_of
 from rookworld_nb.checkpoint import read_checkpoint
 from rookworld_nb.config import RunError, TrainConfig
 from rookworld_nb.evaluate import evaluate
-from rookworld_nb.hardware import ALONE, RankError, Ranks, agree, torchrun
+from rookworld_nb.hardware import ALONE, HardwareError, RankError, Ranks, agree, torch_device, torchrun
 from rookworld_nb.model import GPT, GPTConfig
 from rookworld_nb.monitor import metric_rows
 from rookworld_nb.positions import Sample, shipped, write_lines
 from rookworld_nb.rewards import RewardConfig, RewardScorer
-from rookworld_nb.run import Run, starting_config, torch_device
+from rookworld_nb.run import Run, starting_config
 from rookworld_nb.sampling import Rollouts
 from rookworld_nb.weights import load_pretrained, save_pretrained
 
@@ -201,7 +201,7 @@ def test_a_run_whose_batch_was_searched_for_goes_on_in_several_processes(tmp_pat
 def test_what_several_processes_cannot_do():
     with pytest.raises(RunError, match='--auto-batch-size: not with torchrun'):
         Run(TrainConfig(auto_batch_size=True), Ranks(0, 2))
-    with pytest.raises(RunError, match='--device cuda: a GPU for each process, and this machine has'):
+    with pytest.raises(HardwareError, match='--device cuda: a GPU for each process, and this machine has'):
         torch_device('cuda', Ranks(99, 100, 99))
     with pytest.raises(ValueError, match='--rank-timeout 0: must be finite and above 0'), torchrun(0): pass
     with torchrun() as ranks: assert ranks is ALONE

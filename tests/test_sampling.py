@@ -378,6 +378,8 @@ def test_hidden_states_come_in_row_order_whatever_the_lengths(lengths, seed):
     (dict(prompts=['a', '']), "prompt '' has no tokens"),
     (dict(group_size=0), 'group_size=0'),
     (dict(max_new_tokens=0), 'max_new_tokens=0'),
+    (dict(group_size=2.5), 'group_size=2.5'),
+    (dict(max_new_tokens=4.), 'max_new_tokens=4.0'),
     (dict(temperature=-0.1), 'temperature=-0.1'),
     (dict(temperature=float('nan')), 'temperature=nan'),
     (dict(temperature=float('inf')), 'temperature=inf'),
@@ -397,6 +399,21 @@ def test_a_model_that_computes_nan_is_said(model, tokenizer):
     broken = copy.deepcopy(model)
     broken.ln_f.weight.data[0] = float('nan')
     with pytest.raises(SamplingError, match='NaN or infinity'): sample(broken, tokenizer, ['a b'], 2, 4, 1., seeded())
+
+
+@pytest.mark.parametrize('temperature', [0., 1.])
+def test_nan_that_comes_later_is_said(model, tokenizer, temperature):
+    broken = copy.deepcopy(model)
+    broken.wpe.weight.data[4] = float('nan')
+    with pytest.raises(SamplingError, match='NaN or infinity at new token 4'):
+        sample(broken, tokenizer, ['a b'], 8, 8, temperature, seeded())
+
+
+def test_a_tokenizer_that_cuts_prompts_is_refused(model, tokenizer):
+    cutting = Tokenizer.from_str(tokenizer.to_str())
+    cutting.enable_truncation(3)
+    assert sample(model, cutting, ['a b c'], 1, 1, 1., seeded()).prompt_ids.shape == (1, 3)
+    with pytest.raises(PromptLengthError, match='no_truncation'): sample(model, cutting, ['a b c d'], 1, 1, 1.)
 
 
 def test_a_long_prompt_leaves_less_room(model, tokenizer):

@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rookworld_nb.evaluate import ANSWER_TOKENS, mean_interval, wilson_interval
+from rookworld_nb.evaluate import mean_interval, wilson_interval
 from rookworld_nb.positions import SHIPPED, opening_positions, random_endgame, random_play, seen_positions, shipped, shipped_positions
 from rookworld_nb.rules import EngineNotFound, Stockfish, env_step, fen_key, find_stockfish, legal_moves
 from rookworld_nb.suites import (Puzzle, Question, SuiteError, bigbench_puzzle, elo_difference, epd_puzzle,
@@ -23,7 +23,7 @@ from rookworld_nb.suites import (Puzzle, Question, SuiteError, bigbench_puzzle, 
                                  mating_moves, model_player, model_simulator, model_world, parse_puzzles, pass_at_k, play_match,
                                  read_puzzles, rules_world, self_play, self_play_scores, shipped_puzzles, solve,
                                  stands_out, stockfish_opponent, suite_format, suite_scores, tactic_puzzles, to_epd, uci_session)
-from rookworld_nb.tasks import PolicyAnswer, parse_env
+from rookworld_nb.tasks import ANSWER_TOKENS, PolicyAnswer, parse_env
 from rookworld_nb.weights import load_pretrained
 
 try:

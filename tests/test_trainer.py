@@ -11,7 +11,7 @@ from torch.testing import assert_close
 
 from rookworld_nb import trainer as trainer_module
 from rookworld_nb.buffer import BufferConfig, Collector, CollectorConfig, CountingTask, RolloutBuffer, counting_policy
-from rookworld_nb.grpo import grpo_loss
+from rookworld_nb.grpo import MissingInputError, grpo_loss
 from rookworld_nb.hardware import ALONE
 from rookworld_nb.kl import KLConfig, SettingError
 from rookworld_nb.model import GPT
@@ -542,8 +542,32 @@ def test_the_coefficient_reaches_the_loss(base):
 
 
 def test_a_coefficient_without_reference_is_refused(model):
-    with pytest.raises(ValueError, match='ref'):
+    with pytest.raises(MissingInputError, match='ref'):
         next(Trainer(model, config(kl=KLConfig(kl_coef=.1))).run(collector(model, None)))
+
+
+@pytest.mark.parametrize('limit, warned', [(.5, 1), (None, 0)])
+def test_a_limit_on_a_kl_that_nobody_measures_is_said_once(base, caplog, limit, warned):
+    model = copy.deepcopy(base)
+    trainer = Trainer(model, config(steps=3, kl=KLConfig(kl_coef=0.), kl_divergence_threshold=limit))
+    assert len(list(trainer.run(collector(model, None)))) == 3
+    assert sum('no limit on it' in record.message for record in caplog.records) == warned
+
+
+def test_a_kl_that_is_no_number_is_a_skipped_update(base):
+    "The reference has become NaN, and with a weight of 0 the loss does not show it."
+    model, reference = copy.deepcopy(base), copy.deepcopy(base)
+    made = collector(model, reference)
+    trainer = Trainer(model, config(steps=9, kl=KLConfig(kl_coef=0.), max_recoveries=0))
+    rows = trainer.run(made)
+    assert next(rows)['skipped_updates'] == 0
+    with torch.no_grad(): reference.wte.weight.fill_(math.nan)
+    assert [row['skipped_updates'] for row in rows] == [1, 2, 3] and '3 updates in a row were skipped' in trainer.stop_reason
+
+
+@pytest.mark.parametrize('name, value', [('steps', 2.5), ('warmup_steps', -1), ('max_skipped', 0), ('max_recoveries', .5), ('micro_batch_size', 2.5), ('steps', '5')])
+def test_a_count_is_whole(name, value):
+    with pytest.raises(SettingError, match=f'{name}=.* must be a whole number'): config(**{name: value})
 
 
 @pytest.mark.parametrize('estimator', ['kl1', 'kl2', 'kl3'])
