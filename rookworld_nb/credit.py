@@ -127,7 +127,7 @@ def share_with_list(
             shared[row, PART_NAMES['P'].index(f'M{answer.moves.index(answer.best) + 1}')] += advantages[row, best]
     return shared
 
-# %% ../nbs/09_credit.ipynb #be546156
+# %% ../nbs/09_credit.ipynb #be546155
 def paid_whole(
     cfg: RewardConfig, # of a scorer
 ) -> list[str]:        # its fields
@@ -136,7 +136,7 @@ def paid_whole(
     fine |= dict.fromkeys(CURVED, ('linear',))
     return [name for name, values in fine.items() if getattr(cfg, name) not in values]
 
-
+# %% ../nbs/09_credit.ipynb #be546156
 class PartCredit:
     "Advantages of tokens: every part of an answer is compared with the same part of the other answers to its prompt."
     def __init__(

@@ -211,8 +211,10 @@ def loss_metrics(
     return metrics
 
 # %% ../nbs/08_grpo.ipynb #81a19ca4
-def _columns(advantages:Tensor, completion_mask:Tensor)->Tensor:
-    "The advantages as (B, T) or (B, 1), refused where they do not match the mask (B, T)."
+def _check_loss(kl_coef:float, advantages:Tensor, completion_mask:Tensor, **tensors:Tensor|None)->Tensor:
+    "Refuse a weight below 0 and tensors that do not match (B, T); return the advantages as (B, T) or (B, 1)."
+    if not 0 <= kl_coef < math.inf: raise SettingError(f'kl_coef={kl_coef} must be finite and at least 0')
+    check_shapes(**tensors, completion_mask=completion_mask)
     shape = completion_mask.shape
     if advantages.shape not in (shape, shape[:1]):
         raise BatchShapeError(f'advantages have shape {tuple(advantages.shape)}, '
@@ -260,10 +262,8 @@ def grpo_loss(
     entropy_coef:float=0.0,         # weight of the entropy bonus
 )->tuple[Tensor, dict[str, float]]: # () loss, and the metrics by name
     "Clipped policy loss plus the KL term minus an entropy bonus, averaged as `loss_type` says."
-    check_shapes(logprobs=logprobs, old_logprobs=old_logprobs, ref_logprobs=ref_logprobs,
-                 completion_mask=completion_mask, token_kl=token_kl, entropy=entropy)
-    columns = _columns(advantages, completion_mask)
-    if not 0 <= kl_coef < math.inf: raise SettingError(f'kl_coef={kl_coef} must be finite and at least 0')
+    columns = _check_loss(kl_coef, advantages, completion_mask, logprobs=logprobs, old_logprobs=old_logprobs,
+                          ref_logprobs=ref_logprobs, token_kl=token_kl, entropy=entropy)
     mask, mean = completion_mask.bool(), (completion_mask, loss_type, max_completion_length, num_items)
     ratio = importance_ratio(logprobs, old_logprobs, mask, importance_level)
     weight = ratio if kl_unbiased else None

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 # %% ../nbs/00_gpt2.ipynb #32ba17a2
 class ModelConfigError(ValueError): 'A `GPTConfig` that describes no possible model.'
-class SequenceError(RuntimeError): 'Ids, a mask or rows that the model cannot read: too long, empty, of the wrong shape.'
+class SequenceError(RuntimeError): 'Ids, a mask or rows that cannot be read: too long, empty, of the wrong shape.'
 
 
 @dataclass(frozen=True)
