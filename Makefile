@@ -29,8 +29,8 @@ test: .venv/.dev ## every test: all notebooks, then tests/ (extra arguments for 
 	timeout 900 $(BIN)/nbdev_test --file_re "$$half" --n_workers 1 & slow=$$!
 	trap "kill $$slow 2>/dev/null || true" EXIT
 	timeout 900 $(BIN)/nbdev_test --skip_file_re "^[_.]|$$half" --n_workers 1 --timing
-	wait $$slow
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal $(ARGS)
+	wait $$slow  # done long before
 
 lab: .venv/.dev ## open JupyterLab on the notebooks
 	@cd nbs && ../$(BIN)/jupyter lab $(if $(filter 0,$(shell id -u)),--allow-root) $(ARGS)

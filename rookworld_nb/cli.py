@@ -720,19 +720,22 @@ def as_columns(
 # %% ../nbs/25_cli.ipynb #479a0a99
 def train(
     config,                    # what was given of a config.TrainConfig, one flag each
+    preset: Literal['nano', 'rtx4090', 'emergency'] = 'nano', # settings to start from; other flags overrule them
     plan: bool = False,        # print what would be done, and stop
     tensorboard: bool = False, # write the metrics for TensorBoard too, into the run folder
     wandb: str | None = None,  # send the metrics to this Weights & Biases project too; none: stay offline
 ) -> None:
     "Train with GRPO, evaluate before and after, and write a run folder; with torchrun on many processes."
     from rookworld_nb import run
-    from rookworld_nb.config import TrainConfig
+    from rookworld_nb.config import PRESETS
     from rookworld_nb.hardware import HardwareConfig, torchrun
     from rookworld_nb.report import TensorBoardWriter, WandbWriter
+    if (resume := config.get('resume')) and preset != 'nano':
+        raise UsageError(f'--preset {preset}: not with --resume, which goes on with the settings of the run')
     writers = [lambda folder, _: TensorBoardWriter(folder/'tensorboard')] if tensorboard else []
     writers += [lambda _, settings: WandbWriter(wandb, settings)] if wandb else []
     with torchrun(config.get('rank_timeout', HardwareConfig.rank_timeout), config.get('device', 'auto')) as ranks:
-        config = run.resumed_config(**config) if config.get('resume') else TrainConfig(**config)
+        config = run.resumed_config(**config) if resume else PRESETS[preset](**config)
         if not plan:
             run.train(config, writers, ranks)
         elif (line := run.planned_work(run.Run(config, ranks))) and ranks.first:

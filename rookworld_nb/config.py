@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['BY_SIZE', 'OPEN', 'SMALL', 'CREDITS', 'Part', 'LEAST', 'OF_THE_GROUP', 'NEEDS', 'CHOICES', 'PRESETS', 'FREE',
-           'RunError', 'PromptOptions', 'RewardOptions', 'UpdateOptions', 'part_of', 'trainer_part', 'collector_part',
-           'buffer_part', 'reward_part', 'whole_answers', 'check_kinds', 'check_flags', 'TrainConfig', 'nano',
-           'rtx4090', 'emergency']
+           'MOVABLE', 'RunError', 'PromptOptions', 'RewardOptions', 'UpdateOptions', 'part_of', 'trainer_part',
+           'collector_part', 'buffer_part', 'reward_part', 'whole_answers', 'check_kinds', 'check_flags', 'TrainConfig',
+           'nano', 'rtx4090', 'emergency']
 
 # %% ../nbs/19_config.ipynb #12bfd9f0
 import math
@@ -43,7 +43,7 @@ class PromptOptions:
     model: str = 'nano'               # nano (embedded), a folder, or a Hugging Face id such as jrahn/RookWorld-LM-124M
     data: str | None = None           # file of P: and A: lines to take prompts from; none: the shipped ones
     output_dir: str | None = None     # run folder, new; none: runs/ and the time
-    seed: int = 0                     # of prompts and sampling
+    seed: int = 0                     # all random choices follow from it: prompts, their order, sampling
     device: str = 'auto'              # cpu, cuda, cuda:1; auto takes the GPU where there is one
     reference_device: str | None = None # of the reference model, cuda:1 for example; none: that of the policy
     mix_env_ratio: float = 0.2        # share of A: prompts
@@ -190,7 +190,8 @@ LEAST = {'steps': 1, 'batch_positions': 1, 'replays': 1, 'eval_every': 1, 'save_
          'eval_env': 0}
 OF_THE_GROUP = ('baseline_type', 'scale_rewards', 'drop_tied')    # of no use to a critic
 NEEDS = {'gamma': 'use_gae', 'gae_lambda': 'use_gae', 'value_loss_coef': 'use_gae',
-         'kl_warmup_factor': 'kl_warmup_steps'}    # of no use without
+         'kl_warmup_factor': 'kl_warmup_steps', 'normalize_momentum': 'normalize_rewards',
+         'normalize_floor': 'normalize_rewards'}    # of no use without
 CHOICES = {'credit': (None, *CREDITS), 'baseline_type': BASELINES, 'reward_shaping': get_args(Shaping)}
 
 
@@ -212,6 +213,10 @@ def check_flags(
               if config.use_gae and values[name] != getattr(TrainConfig, name)}
     wrong |= {name: f'of no use without --{flag.replace("_", "-")}' for name, flag in NEEDS.items()
               if not values[flag] and values[name] != getattr(TrainConfig, name)}
+    if config.kl_target != KLConfig.kl_target and config.kl_control == 'fixed' and config.kl_spike_factor is None:
+        wrong['kl_target'] = 'of no use without --kl-control adaptive or --kl-spike-factor'
+    if config.kl_warmup_factor == 0 and config.kl_warmup_steps >= config.steps:
+        wrong['kl_warmup_steps'] = f'the KL would weigh nothing in all of --steps {config.steps}'
     if config.eval_every and not config.eval_policy + config.eval_env:
         wrong['eval_every'] = 'there is nothing to look at; give --eval-policy or --eval-env'
     for name in ('mix_env_ratio', 'rare_env_ratio'):
@@ -284,3 +289,4 @@ PRESETS = {preset.__name__: preset for preset in (nano, rtx4090, emergency)}
 FREE = ('steps', 'output_dir', 'resume', 'device', 'reference_device', 'eval_every', 'keep_checkpoints',
         'micro_batch_size', 'matmul_precision', 'compile', 'gradient_checkpointing', 'cudnn_benchmark',
         'cuda_allocator', 'rank_timeout')
+MOVABLE = ('model', 'data', 'stockfish_path')    # may lie elsewhere; what the first two hold is compared

@@ -150,7 +150,8 @@ def policy_term(
     clip_high:float=0.2,   # the ratio of a good token counts up to 1 + clip_high, >= 0
 )->Tensor:                 # (B, T) or (B, 1) loss of each token before averaging
     "PPO's clipped objective, negated: -min(w A, clip(w, 1 - clip_low, 1 + clip_high) A)."
-    if not (clip_low >= 0 and clip_high >= 0): raise SettingError(f'clip_low={clip_low} and clip_high={clip_high} must be >= 0')
+    if not (clip_low >= 0 and clip_high >= 0):
+        raise SettingError(f'clip_low={clip_low} and clip_high={clip_high} must be >= 0')
     return -torch.minimum(ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
 
 # %% ../nbs/08_grpo.ipynb #d7071492

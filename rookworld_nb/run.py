@@ -7,8 +7,9 @@ __all__ = ['logger', 'SIGHT', 'SHOWN', 'apart_from_evaluation', 'training_sample
            'both_devices', 'open_engine', 'announced', 'collector_of', 'Setup', 'updates_per_batch', 'planned_work',
            'trial_run', 'memory_components', 'profile_batches', 'choose_batch', 'examine', 'glance', 'run_summary',
            'finish', 'origin_of', 'run_state', 'save_run', 'restore_run', 'resumed_config', 'asked_for', 'NoWriter',
-           'interrupted_afterwards', 'make_folder', 'alone_in', 'check_settled', 'writer_of', 'starting_config', 'Run',
-           'next_row', 'write_events', 'read_events', 'levers', 'steer', 'closing_table', 'first_update_line', 'train']
+           'interrupted_afterwards', 'terminated_as_interrupted', 'make_folder', 'alone_in', 'check_settled',
+           'writer_of', 'starting_config', 'Run', 'next_row', 'write_events', 'read_events', 'levers', 'steer',
+           'closing_table', 'first_update_line', 'train']
 
 # %% ../nbs/21_run.ipynb #b15f4c93
 import copy
@@ -20,7 +21,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import asdict, fields, replace
 from functools import partial
 from pathlib import Path
@@ -34,7 +35,7 @@ from .buffer import (
 from .checkpoint import (
     PROFILES, checkpoint_step, checkpoints_of, cut_logs, fingerprint, model_bytes, newest_checkpoint, put_back,
     sweep, write_checkpoint)
-from .config import FREE, OPEN, RunError, TrainConfig
+from .config import FREE, MOVABLE, OPEN, RunError, TrainConfig
 from .credit import PartCredit
 from .evaluate import chance_line, compare, evaluate, recall_table, select_rows
 from .hardware import (
@@ -369,6 +370,7 @@ def save_run(
         return    # what can be gone on from is not replaced by what cannot
     state = run_state(run) if run.settled else None
     write_checkpoint(run.folder/name, run.model, run.tokenizer, state, run.profiles)
+    if run.settled: run.saved = run.trainer.step
     done = [path for path in checkpoints_of(run.folder) if run.settled and checkpoint_step(path) <= run.trainer.step]
     for old in done[:-run.config.keep_checkpoints]:    # one with a higher number is broken: it was passed over
         shutil.rmtree(old)
@@ -393,7 +395,7 @@ def restore_run(
     run.prompts.load_state_dict(state['prompts'])
     run.scorer.load_state_dict(state['scorer'])
     restore_buffer(run.buffer, state['buffer'], run.model.wte.weight.device)
-    run.events = state['events']
+    run.events, run.saved = state['events'], run.trainer.step
     run.started -= state['seconds']
     if (path/PROFILES).exists():
         run.profiles = json.loads((path/PROFILES).read_text(encoding='utf-8'))
@@ -416,7 +418,7 @@ def resumed_config(
     for name, value in asked.items():
         if name not in stored:
             raise RunError(f'{name}: no such setting')
-        if name not in FREE and stored[name] != value:
+        if name not in (*FREE, *MOVABLE) and stored[name] != value:
             raise RunError(f'--{name.replace("_", "-")} {value}: the run in {folder} has {stored[name]}, and '
                            '--resume goes on with it as it is; start a new run instead')
     try:
@@ -473,6 +475,19 @@ def interrupted_afterwards() -> Iterator[None]:
     finally:
         for number in held: signal.signal(number, usual[number])
     if pressed: raise KeyboardInterrupt
+
+
+@contextmanager
+def terminated_as_interrupted() -> Iterator[None]:
+    "Let SIGTERM do what Ctrl-C does until the block is done. An answer of somebody's own stays."
+    usual = signal.getsignal(signal.SIGTERM)
+    with suppress(ValueError):    # only the main thread can
+        if usual is signal.SIG_DFL: signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        with suppress(ValueError):
+            if usual is signal.SIG_DFL: signal.signal(signal.SIGTERM, usual)
 
 # %% ../nbs/21_run.ipynb #aa8949a2
 def make_folder(
@@ -550,6 +565,7 @@ class Run(Setup):
         self.started, self.console = time.perf_counter(), ''    # the latest step's line for the console
         self.events: list[dict[str, Any]] = []    # what was done by hand, in order
         self.profiles = None    # of memory, where the size of the batch was searched for
+        self.saved = 0          # the step of the newest checkpoint that can be gone on from
         self.settled = True     # between two steps, where a checkpoint can be gone on from
         with ExitStack() as undo:
             undo.callback(self.close)
@@ -567,7 +583,8 @@ class Run(Setup):
     ) -> Iterator[dict[str, float]]:  # metrics by name, one row per optimiser step
         "Train, and write everything down as it happens; the final checkpoint is written however the loop ends."
         check_settled(self)
-        with alone_in(self.folder) if self.ranks.first else nullcontext(), writer_of(self) as writer:
+        alone = alone_in(self.folder) if self.ranks.first else nullcontext()
+        with terminated_as_interrupted(), alone, writer_of(self) as writer:
             source = self.trainer.run(self.buffer)
             try:
                 while (metrics := next_row(self, source, writer, writers)) is not None:
@@ -707,10 +724,8 @@ def train(
                 say(run.console)
                 bar.update()
         except KeyboardInterrupt:
-            where, kept = f'after step {run.trainer.step}', run.trainer.step
-            if not run.settled:
-                where, kept = 'in the middle of a step', max([0, *map(checkpoint_step, checkpoints_of(run.folder))])
-            say(f'stopped {where}; run folder: {run.folder}, --resume goes on after step {kept}')
+            where = f'after step {run.trainer.step}' if run.settled else 'in the middle of a step'
+            say(f'stopped {where}; run folder: {run.folder}, --resume goes on after step {run.saved}')
             raise
     say(f'{run.trainer.stop_reason}; run folder: {run.folder}')
     if before is None: return finish(run)

@@ -73,6 +73,25 @@ def test_what_a_kill_left_half_written_is_swept_away(tmp_path):
     assert read_checkpoint(tmp_path/'checkpoint-3') == {'step': 3}
 
 
+def test_what_is_somebody_elses_stays(tmp_path):
+    for name in ('.venv.old', '.cache.part1', '.checkpoint-2.old.bak', '.mycheckpoint-2.part'): (tmp_path/name).mkdir()
+    for name in ('.notes.old', '.checkpoint-7.old'): (tmp_path/name).write_text('kept')
+    before = {path.name for path in tmp_path.iterdir()}
+    sweep(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == before
+
+
+@pytest.mark.parametrize('going_on', [KeyboardInterrupt(), CheckpointError('checkpoint-2: cannot be written: something else')])
+def test_the_reason_of_a_failure_is_its_own(tmp_path, monkeypatch, going_on):
+    "Not that of the exception in whose course the checkpoint is written."
+    def full(*rest): raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    monkeypatch.setattr('rookworld_nb.checkpoint.save_pretrained', full)
+    with pytest.raises(CheckpointError) as found:
+        try: raise going_on
+        finally: write_checkpoint(tmp_path/'final_checkpoint', *PARTS, {'value': 1})
+    assert str(found.value).endswith(f'final_checkpoint: cannot be written: [Errno {errno.ENOSPC}] {os.strerror(errno.ENOSPC)}')
+
+
 @pytest.mark.parametrize('large', ['trainer.pt', 'model.safetensors'])
 def test_a_full_disk_is_named_and_leaves_the_old_checkpoint_alone(tmp_path, large):
     "No file may be larger than 1 MB; the old checkpoint is under its spare name, as after a kill between the renamings."

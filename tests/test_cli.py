@@ -20,7 +20,7 @@ import torch
 
 from rookworld_nb import cli
 from rookworld_nb.cli import COMMANDS, REQUIRED, UsageError, as_text, evaluation_samples, flags_of, main, parse_value
-from rookworld_nb.config import TrainConfig
+from rookworld_nb.config import PRESETS, TrainConfig
 from rookworld_nb.evaluate import TASK_METRICS, compare, evaluate
 from rookworld_nb.grpo import MissingInputError
 from rookworld_nb.kl import BatchShapeError
@@ -757,6 +757,15 @@ SMALL = ['--batch-positions', 2, '--group-size', 2, '--max-new-tokens', 4, '--ev
 def test_train_plans_without_a_trace(call, tiny, cwd):
     code, lines, errors = call('train', '--model', tiny, '--plan', *SMALL)
     assert (code, errors, len(lines)) == (0, '', 1) and '2 updates' in lines[0] and list(cwd.iterdir()) == []
+
+
+def test_a_preset_is_where_flags_start_from(call, tiny, cwd):
+    assert '14 updates' in call('train', '--preset', 'emergency', '--model', tiny, '--plan', *SMALL[:-1], 14)[1][0]
+    assert call('train', '--preset', 'emergency', '--model', tiny, '--output-dir', 'run', *SMALL)[0] == 0
+    config, usual = json.loads((cwd/'run'/'config.json').read_text()), TrainConfig().for_size(1)
+    assert config['lr'] == PRESETS['emergency'](model=tiny).lr and config['kl_control'] == 'adaptive' != usual.kl_control and config['group_size'] == 2
+    assert get_args(flags_of(cli.train)['preset'].kind) == tuple(PRESETS)
+    assert call('train', '--preset', 'emergency', '--output-dir', 'run', '--resume') == (2, [], 'rookworld train: --preset emergency: not with --resume, which goes on with the settings of the run\n')
 
 
 def test_train_writes_a_run_that_eval_reads(call, tiny, cwd):

@@ -22,7 +22,9 @@ from rookworld_nb.rewards import RewardTerms
     (dict(buffer_capacity=0), '--buffer-capacity 0'), (dict(max_new_tokens=0), '--max-new-tokens 0'), (dict(baseline_type='mean'), '--baseline-type mean.*group_mean'),
     (dict(reward_shaping='nice'), '--reward-shaping nice.*ladder'), (dict(micro_batch_size=3), '--micro-batch-size 3'),
     (dict(minibatch_positions=6), 'minibatch_positions=6'), (dict(gae_lambda=.5), '--gae-lambda 0.5: of no use without --use-gae'),
-    (dict(kl_warmup_factor=.5), '--kl-warmup-factor 0.5: of no use without --kl-warmup-steps')])
+    (dict(kl_warmup_factor=.5), '--kl-warmup-factor 0.5: of no use without --kl-warmup-steps'), (dict(normalize_momentum=.5), 'of no use without --normalize-rewards'),
+    (dict(kl_target=.01), '--kl-target 0.01: of no use without --kl-control adaptive or --kl-spike-factor'),
+    (dict(steps=9, kl_warmup_steps=9), '--kl-warmup-steps 9: the KL would weigh nothing in all of --steps 9')])
 def test_bad_settings_are_refused_at_once(changes, message):
     with pytest.raises(ValueError, match=message):
         TrainConfig(**{'batch_positions': 5, 'group_size': 4, 'replays': 2} | changes)
@@ -42,6 +44,7 @@ def test_paths_are_kept_as_texts():
 
 
 def test_presets_are_functions_that_can_be_changed():
+    assert TrainConfig(kl_target=.01, kl_spike_factor=4.).kl_target == .01 and TrainConfig(steps=9, kl_warmup_steps=9, kl_warmup_factor=.1).steps == 9
     assert PRESETS['nano'](steps=3) == TrainConfig(steps=3)
     assert all(preset(steps=3, seed=1).steps == 3 for preset in PRESETS.values())
     calm, usual = PRESETS['emergency'](), TrainConfig().for_size(1)
@@ -54,9 +57,10 @@ def test_presets_are_functions_that_can_be_changed():
 def test_each_term_of_the_reward_can_be_set_for_a_run(name):
     default = getattr(TrainConfig(), name)
     value = {str: 'quadratic', int: 3}.get(type(default)) or default/2
-    changed = TrainConfig(**{name: value}).for_size(1)
+    norm = {'normalize_rewards': True} if name in ('normalize_momentum', 'normalize_floor') else {}
+    changed = TrainConfig(**norm, **{name: value}).for_size(1)
     assert getattr(changed.rewards, name) == value != getattr(TrainConfig().rewards, name)
-    whole = name in ('reward_warmup_steps', 'candidates_scaling', 'evals_scaling', 'flags_scaling')
+    whole = norm or name in ('reward_warmup_steps', 'candidates_scaling', 'evals_scaling', 'flags_scaling')
     assert changed.credit == ('answer' if whole else 'part')
 
 

@@ -9,7 +9,9 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import closing
 from dataclasses import asdict, replace
+from importlib.resources import files
 from pathlib import Path
 
 import numpy as np
@@ -504,6 +506,17 @@ def test_who_is_told_to_end_finishes_the_step_and_loses_nothing(whole, tmp_path,
 
 
 @pytest.mark.usefixtures('interruptible')
+@pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM])
+def test_who_is_told_to_end_between_two_steps_saves_too(tmp_path, number):
+    before = signal.getsignal(number)
+    with pytest.raises(KeyboardInterrupt), closing(Run(replace(TINY, output_dir=str(tmp_path/'run'))).steps()) as steps:
+        for row in steps:
+            if row['step'] == 2: os.kill(os.getpid(), number)
+    assert newest_checkpoint(tmp_path/'run')[1]['trainer']['step'] == 2 and (tmp_path/'run'/'reward.png').exists()
+    assert signal.getsignal(number) is before
+
+
+@pytest.mark.usefixtures('interruptible')
 def test_ctrl_c_waits_for_the_final_checkpoint(tmp_path, monkeypatch):
     def press(*rest):
         os.kill(os.getpid(), signal.SIGINT)
@@ -530,6 +543,11 @@ def test_where_a_broken_run_goes_on_is_said(tmp_path, monkeypatch, capsys, caplo
     assert 'stopped in the middle of a step' in (said := capsys.readouterr().out) and 'goes on after step 0' in said
     Run(resumed_config(output_dir=str(tmp_path/'run')))
     assert 'no checkpoint' in caplog.text and 'begins again' in caplog.text
+    monkeypatch.undo()
+    list(Run(replace(TINY, steps=3, save_every=2, output_dir=str(tmp_path/'other'))).steps())    # the final checkpoint is newer than the numbered one
+    monkeypatch.setattr('rookworld_nb.trainer.take_step', twice)
+    with pytest.raises(KeyboardInterrupt): train(resumed_config(output_dir=str(tmp_path/'other'), steps=5))
+    assert 'goes on after step 3' in capsys.readouterr().out and Run(resumed_config(output_dir=str(tmp_path/'other'))).trainer.step == 3
 
 
 def test_an_engine_does_not_outlive_a_failure(tmp_path, monkeypatch):
@@ -569,6 +587,16 @@ def test_other_data_are_noticed(whole, tmp_path):
     write_lines(shipped('train')[:21] + shipped('train')[-20:], tmp_path/'data.txt')
     with pytest.raises(RunError, match='--data .*data.txt: not what the run'):
         Run(resumed_config(output_dir=str(tmp_path/'run')))
+
+
+def test_data_and_model_may_have_moved(tmp_path):
+    write_lines(shipped('train')[:20] + shipped('train')[-20:], tmp_path/'data.txt')
+    list(Run(replace(TINY, steps=2, output_dir=str(tmp_path/'run'), data=str(tmp_path/'data.txt'))).steps())
+    (tmp_path/'data.txt').rename(tmp_path/'moved.txt')
+    with pytest.raises(RunError, match='not what the run'): Run(resumed_config(output_dir=str(tmp_path/'run'), data=None))
+    model = shutil.copytree(files('rookworld_nb')/'assets'/'nano', tmp_path/'nano')
+    config = resumed_config(output_dir=str(tmp_path/'run'), data=str(tmp_path/'moved.txt'), model=str(model), steps=3)
+    assert [row['step'] for row in Run(config).steps()] == [3]
 
 
 def test_without_a_folder_the_newest_run_is_taken(tmp_path, monkeypatch):
