@@ -741,7 +741,7 @@ def train(
         elif (line := run.planned_work(run.Run(config, ranks))) and ranks.first:
             emit(line)
 
-
+# %% ../nbs/25_cli.ipynb #479a0a9a
 def pretrain(
     config,  # what was given of a pretrain.PretrainConfig, one flag each
 ) -> None:

@@ -194,7 +194,7 @@ NEEDS = {'gamma': 'use_gae', 'gae_lambda': 'use_gae', 'value_loss_coef': 'use_ga
          'normalize_floor': 'normalize_rewards'}    # of no use without
 CHOICES = {'credit': (None, *CREDITS), 'baseline_type': BASELINES, 'reward_shaping': get_args(Shaping)}
 
-
+# %% ../nbs/19_config.ipynb #eb00f9aa
 def check_flags(
     config: 'TrainConfig', # what is asked for, each of its kind
 ) -> None:

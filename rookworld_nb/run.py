@@ -455,7 +455,7 @@ class NoWriter:
     ) -> None:
         "Hear of a table."
 
-
+# %% ../nbs/21_run.ipynb #ab3e0bc0
 @contextmanager
 def interrupted_afterwards() -> Iterator[None]:
     "Hold Ctrl-C and SIGTERM back until the block is done; a second acts at once. An answer of somebody's own stays."

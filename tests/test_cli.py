@@ -141,7 +141,9 @@ def test_every_flag_arrives(name, monkeypatch, cwd):
     required = lambda but=None: [word for flag in kinds if flag.default is REQUIRED and flag is not but for word in (flag.word, 'x')]
     assert main([name, *required()]) == 0
     before = dict(received)
-    company = {name: ['--use-gae'] for name in ('gamma', 'gae_lambda', 'value_loss_coef')} | {'kl_warmup_factor': ['--kl-warmup-steps', '3']}
+    company = {name: ['--use-gae'] for name in ('gamma', 'gae_lambda', 'value_loss_coef')} | {
+        'kl_warmup_factor': ['--kl-warmup-steps', '3'], 'kl_target': ['--kl-control', 'adaptive'],
+        **dict.fromkeys(('normalize_momentum', 'normalize_floor'), ['--normalize-rewards'])}
     for flag in kinds:
         others = company.get(flag.name, []) if 'use_gae' in before else []    # of no use alone
         assert main([name, *required(), *others]) == 0
