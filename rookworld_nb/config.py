@@ -213,7 +213,7 @@ def check_flags(
               if config.use_gae and values[name] != getattr(TrainConfig, name)}
     wrong |= {name: f'of no use without --{flag.replace("_", "-")}' for name, flag in NEEDS.items()
               if not values[flag] and values[name] != getattr(TrainConfig, name)}
-    if config.kl_target != KLConfig.kl_target and config.kl_control == 'fixed' and config.kl_spike_factor is None:
+    if config.kl_target != TrainConfig.kl_target and config.kl_control == 'fixed' and config.kl_spike_factor is None:
         wrong['kl_target'] = 'of no use without --kl-control adaptive or --kl-spike-factor'
     if config.kl_warmup_factor == 0 and config.kl_warmup_steps >= config.steps:
         wrong['kl_warmup_steps'] = f'the KL would weigh nothing in all of --steps {config.steps}'

@@ -121,7 +121,7 @@ class KLConfig:
         check_option('kl_control', self.kl_control, KL_CONTROLS)
         if not 0 <= self.kl_coef < math.inf: raise SettingError(f'kl_coef={self.kl_coef} must be finite and >= 0')
         if not 0 < self.kl_target < math.inf: raise SettingError(f'kl_target={self.kl_target} must be finite and > 0')
-        if self.kl_warmup_steps < 0: raise SettingError(f'kl_warmup_steps={self.kl_warmup_steps} must be >= 0')
+        check_count('kl_warmup_steps', self.kl_warmup_steps, least=0)
         if not 0 <= self.kl_warmup_factor <= 1:
             raise SettingError(f'kl_warmup_factor={self.kl_warmup_factor} must be in [0, 1]')
         if not 0 < self.kl_coef_min <= self.kl_coef_max:

@@ -330,7 +330,7 @@ class MissingTarget(ValueError):
 
 
 class BadTarget(ValueError):
-    """A stored target, or a prompt, that cannot be read."""
+    """A stored target that cannot be read, or targets that do not fit the prompts."""
 
 
 class Analyser(Protocol):

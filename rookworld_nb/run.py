@@ -43,9 +43,9 @@ from .hardware import (
     set_allocator, tensor_bytes, torch_device, trim_memory, unchanged, use_hardware)
 from .model import GPT
 from .monitor import RunFolder, RunWriter, read_metrics, save_reward_curve, write_atomic
-from rookworld_nb.positions import (
-    DataError, PromptMix, Sample, apart_from, by_task, is_rare, locked, read_lines, shipped, shipped_positions, spread,
-    warn_malformed)
+from .positions import (
+    DataError, PromptMix, Sample, apart_from, by_task, is_rare, locked, read_lines,
+    shipped, shipped_positions, spread, warn_malformed)
 from .rewards import PatientEngine, RewardScorer, engine_questions
 from .rules import Stockfish
 from .trainer import Trainer, restore_trainer, trainer_state

@@ -205,7 +205,7 @@ def test_a_wrong_word_is_named_with_the_valid_ones(call, setting, valid):
 
 
 @pytest.mark.parametrize('setting, value', [
-    ('kl_coef', -.1), ('kl_coef', math.nan), ('kl_coef', math.inf), ('kl_target', 0.), ('kl_warmup_steps', -1),
+    ('kl_coef', -.1), ('kl_coef', math.nan), ('kl_coef', math.inf), ('kl_target', 0.), ('kl_warmup_steps', -1), ('kl_warmup_steps', 2.5),
     ('kl_warmup_factor', 1.5), ('kl_coef_min', 0.), ('kl_coef_min', 2.)])
 def test_a_number_out_of_range_is_named(setting, value):
     with pytest.raises(SettingError, match=f'{setting}={value}'): KLConfig(**{setting: value})

@@ -69,8 +69,8 @@ def alone(tmp_path_factory):
     torch.set_num_threads(threads)
 
 
-def test_several_processes_give_the_same_run(alone, tmp_path):
-    processes = 3    # more than one, and no divisor of the prompts
+@pytest.mark.parametrize('processes', [2, 4])
+def test_any_number_of_processes_gives_the_same_run(alone, processes, tmp_path):
     code, said = ended(launch(processes, TESTS/'parallel_worker.py', 'work', tmp_path, 60))
     assert code == 0, said
     several = [torch.load(tmp_path/f'{rank}-of-{processes}.pt') for rank in range(processes)]
