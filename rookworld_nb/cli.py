@@ -431,7 +431,7 @@ def score(
     *files: str,                         # files of JSON lines {prompt, completion[, target]}; none: standard input
     rewards,                             # what was given of a rewards.RewardConfig, one flag each
     engine: bool = False,                # ask Stockfish about P: prompts without a target
-    nodes: int = 1000,                   # Stockfish's search limit per position, nodes
+    nodes: int = 1000,                   # Stockfish's search limit per position, nodes; with --engine
     stockfish_path: Path | None = None,  # the executable; none looks for it
 ) -> None:
     "Write the same lines in the same order with reward and components."

@@ -713,7 +713,8 @@ def train(
         others = [stack.enter_context(closing(make(run.folder, asdict(run.config)))) for make in writers if ranks.first]
         say(planned_work(run))
         say(f'Hardware: {run.hardware}')
-        if ranks.first: make_folder(run.folder)    # a place that cannot be written to costs no examination
+        if ranks.first:    # a place that cannot be written to, or where another run goes on, costs no examination
+            with alone_in(run.folder): pass
         before = examine(run, run.reference) if run.heldout else None
         bar = stack.enter_context(tqdm(total=run.config.steps, initial=run.trainer.step, unit='step',
                                        dynamic_ncols=True, disable=not ranks.first))

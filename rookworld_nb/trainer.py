@@ -307,6 +307,8 @@ def judged_by(
     config: TrainerConfig,  # gamma, gae_lambda
 ) -> dict[str, Tensor]:     # advantages, values and returns, (n, T) each
     "What the critic makes of a piece."
+    if micro.advantages.dim() > 1:
+        raise SettingError('use_gae: the experience has advantages of its own for every token (credit by part)')
     mask = micro.completion_mask
     values = at_tokens(mask, critic(hidden).float())
     advantages, returns = gae(place_rewards(micro.rewards, mask), values, mask, config.gamma, config.gae_lambda)

@@ -27,7 +27,7 @@ from rookworld_nb.monitor import read_metrics
 from rookworld_nb.positions import by_task, is_rare, shipped, write_lines
 from rookworld_nb.rewards import EngineSilent
 from rookworld_nb.rules import EngineNotFound, Stockfish, fen_key, find_stockfish
-from rookworld_nb.run import (Run, closing_table, examine, heldout_samples, levers, planned_work, read_events, resumed_config, run_state, save_run, steer, train,
+from rookworld_nb.run import (Run, alone_in, closing_table, examine, heldout_samples, levers, planned_work, read_events, resumed_config, run_state, save_run, steer, train,
                               training_samples, trial_run)
 from rookworld_nb.tasks import parse_env
 from rookworld_nb.weights import ModelNameError, load_pretrained, save_pretrained
@@ -122,6 +122,11 @@ def test_a_run_that_is_going_on_is_left_alone(tmp_path):
     assert next(going)['step'] == 4 and len(rows_of(folder)) == 4
     going.close()
     assert next(Run(resumed_config(output_dir=str(folder))).steps())['step'] == 5
+
+
+def test_a_taken_folder_is_refused_before_anything_is_examined(tmp_path, monkeypatch):
+    monkeypatch.setattr('rookworld_nb.run.examine', lambda *given: pytest.fail('examined in vain'))
+    with alone_in(tmp_path), pytest.raises(RunError, match='a run is going on there'): train(replace(SHORT, output_dir=str(tmp_path)))
 
 
 def test_a_folder_that_is_no_run_is_not_gone_on_with(finished, tmp_path):

@@ -669,6 +669,14 @@ def test_advantages_of_the_critic_are_those_of_gae(base):
     assert metrics['explained_variance'] == pytest.approx(1 - spread, rel=1e-3)
 
 
+def test_a_critic_does_not_replace_the_advantages_of_tokens(base):
+    experience = uneven(base)
+    parts = [replace(part, advantages=part.advantages[:, None]*part.loss_mask) for part in experience.parts]
+    trainer = Trainer(copy.deepcopy(base), config(use_gae=True))
+    with pytest.raises(SettingError, match='use_gae: .*credit by part'): next(trainer.run([replace(experience, parts=parts)]))
+    assert trainer.step == 0
+
+
 def test_with_a_critic_the_reward_rises_too(model):
     trainer = Trainer(model, config(steps=60, lr=3e-3, use_gae=True, gamma=1., kl=KLConfig(kl_coef=.001), value_loss_coef=1.))
     rows = list(trainer.run(replay(collector(model, env=0., prompts=8), 2)))
