@@ -1,7 +1,6 @@
 """The study of what matters: cells that say what they change, runs that go on where they were, effects by hand."""
 import json
 import math
-import os
 import re
 import shutil
 import signal
@@ -16,8 +15,8 @@ import pandas as pd
 import pytest
 
 from rookworld_nb import ablations, cli
-from rookworld_nb.ablations import (DEFAULT, KEPT, SHARED, STUDIES, UNTRAINED, AblationError, cells_of, effects, keep, read_results,
-                                    run_cell, run_place, run_study, settings_of)
+from rookworld_nb.ablations import (DEFAULT, KEPT, SHARED, STUDIES, UNTRAINED, AblationError, cells_of, effects, keep, planned_runs,
+                                    read_results, run_cell, run_place, run_study, settings_of)
 from rookworld_nb.config import BY_SIZE, SMALL, TrainConfig
 from rookworld_nb.evaluate import evaluate, select_rows
 from rookworld_nb.grpo import BASELINES, REWARD_SCALES
@@ -113,27 +112,25 @@ def test_every_run_is_examined_by_the_default_reward(tiny, tmp_path):
     assert paid[0] != paid[1]
 
 
-def test_a_study_that_is_killed_and_interrupted_goes_on(tiny, tmp_path):
+def test_a_study_that_is_interrupted_goes_on(tiny, tmp_path, monkeypatch):
     script = ("import sys; from rookworld_nb import ablations, cli\n"
               f"ablations.SHARED, ablations.STUDIES = {tiny | {'steps': 8}}, {{'kl': {{'no KL': {{'kl_coef': 0.}}}}}}\n"
               "if __name__ == '__main__': sys.exit(cli.main(['ablate', '--seeds', '1', '--output-dir', sys.argv[1]]))")
     (tmp_path/'study.py').write_text(script)
-    command = [sys.executable, tmp_path/'study.py', tmp_path/'study']
     metrics = run_place(tmp_path/'study', DEFAULT, 1)/'metrics.jsonl'
-    for blow, rows, code in ((signal.SIGKILL, 2, -9), (signal.SIGINT, 4, 130)):
-        process = subprocess.Popen(command, stderr=subprocess.DEVNULL, start_new_session=True,
-                                   preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))    # a test run in the background ignores it
-        while not metrics.exists() or len(metrics.read_text().splitlines()) < rows:
-            assert process.poll() is None
-            time.sleep(.02)
-        if blow == signal.SIGINT: os.kill(process.pid, blow)    # it tells its workers
-        else: os.killpg(process.pid, blow)
-        assert process.wait(timeout=120) == code
-        assert rows <= len(metrics.read_text().splitlines()) < 8 and not (tmp_path/'study'/'results.csv').exists()
-        assert not run_place(tmp_path/'study', 'no KL', 1).exists()    # it does not go on with the next run
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert read_results(tmp_path/'study')['steps'].tolist() == [0]*N_ROWS + [8]*2*N_ROWS
+    process = subprocess.Popen([sys.executable, tmp_path/'study.py', tmp_path/'study'], stderr=subprocess.DEVNULL,
+                               preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))    # a test run in the background ignores it
+    while not metrics.exists() or len(metrics.read_text().splitlines()) < 2:
+        assert process.poll() is None
+        time.sleep(.02)
+    process.send_signal(signal.SIGINT)    # to the starter alone: it tells its workers
+    assert process.wait(timeout=120) == 130
+    assert 2 <= len(metrics.read_text().splitlines()) < 8 and not (tmp_path/'study'/'results.csv').exists()
+    assert not run_place(tmp_path/'study', 'no KL', 1).exists()    # it does not go on with the next run
+    monkeypatch.setattr(ablations, 'SHARED', tiny | {'steps': 8})
+    assert [*planned_runs(tmp_path/'study', ['kl'], 1)] == [(DEFAULT, 1), ('no KL', 1)]    # both are still to be run, the first where it was left
+    keep(tmp_path/'study', run_here(tmp_path/'study', DEFAULT))
+    assert read_results(tmp_path/'study')['steps'].tolist() == [0]*N_ROWS + [8]*N_ROWS
     assert [json.loads(line)['step'] for line in metrics.read_text().splitlines()] == [*range(1, 9)]
     assert (metrics.parent/'train.log').read_text().count('Step    1 |') == 1
 

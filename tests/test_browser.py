@@ -91,9 +91,10 @@ def wait_for_server(url: str, server: subprocess.Popen, log: Path, seconds: floa
     pytest.fail(f'JupyterLab did not answer:\n{log.read_text()[-3000:]}')
 
 
-@pytest.fixture
-def lab(tmp_path):
+@pytest.fixture(scope='module')
+def lab(tmp_path_factory):
     """The address of a JupyterLab of our own on a folder with the notebook; nobody's settings, nobody's workspace."""
+    tmp_path = tmp_path_factory.mktemp('lab')
     settings = tmp_path/'settings'/'@jupyterlab'
     for name, text in {'notebook-extension/tracker': '{"windowingMode": "none"}',  # all outputs stay in the page
                        'apputils-extension/notification': '{"fetchNews": "false", "checkForUpdates": false}'}.items():

@@ -18,7 +18,7 @@ from rookworld_nb.positions import by_task, is_rare, shipped, write_lines
 from rookworld_nb.rewards import RewardTerms
 
 SHORT = {'--steps': 3, '--batch-positions': 2, '--group-size': 4, '--max-new-tokens': 32, '--eval-policy': 0, '--eval-env': 0, '--seed': 3,
-         '--mix-env-ratio': .5, '--warmup-steps': 0, '--device': 'cpu', '--lr': 1e-3, '--replays': 2,
+         '--mix-env-ratio': .5, '--max-positions': 60, '--warmup-steps': 0, '--device': 'cpu', '--lr': 1e-3, '--replays': 2,
          '--loss-type': 'dapo'}
 RARE = {sample.prompt: is_rare(sample) for sample in by_task(shipped('train'))['A']}
 

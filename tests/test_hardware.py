@@ -198,13 +198,13 @@ def test_a_peak_that_cannot_be_reset_is_said(monkeypatch, tmp_path):
 
 @linux
 def test_the_search_stops_above_the_target(monkeypatch):
-    monkeypatch.setattr(hardware, 'total_memory', lambda device: proc_bytes('VmRSS') + 800*MB)
+    monkeypatch.setattr(hardware, 'total_memory', lambda device: proc_bytes('VmRSS') + 400*MB)
     tried = []
 
     def trial(positions, group):
         tried.append((positions, group))
-        torch.ones(positions*MB).sum()    # 4 MB a position
-    found = search_batch(trial, target=(proc_bytes('VmRSS') + 300*MB)/(proc_bytes('VmRSS') + 800*MB))
+        torch.ones(positions*MB//2).sum()    # 2 MB a position
+    found = search_batch(trial, target=(proc_bytes('VmRSS') + 150*MB)/(proc_bytes('VmRSS') + 400*MB))
     assert tried == [(2**power, 4) for power in range(1, 8)] and found.reason.startswith('128 x 4 takes more than')
     assert found.best.batch_positions == 64 and found.best.effective_batch_size == 256
     assert found.best.utilization == found.best.peak_gb/found.best.total_gb
