@@ -100,14 +100,14 @@ def run_place(
 
 
 @cache
-def untrained_print() -> str: # 64 hexadecimal digits
+def untrained_print() -> str:  # 64 hexadecimal digits
     "A fingerprint of the weights that all runs start from."
     return fingerprint(model_bytes(load_pretrained('nano')[0]))
 
 
 def settings_of(
-    config: TrainConfig, # of a run
-) -> str:                # 16 letters
+    config: TrainConfig,  # of a run
+) -> str:                 # 16 letters
     "A fingerprint of what decides a result: the first weights, and all settings, today's defaults included."
     decided = asdict(config.trainer) | asdict(config.collector) | asdict(config.buffer) | asdict(config.rewards)
     settings = [item for item in (asdict(config) | decided).items() if item[0] == 'steps' or item[0] not in FREE]
@@ -115,9 +115,9 @@ def settings_of(
 
 
 def result_rows(
-    table: pd.DataFrame,        # held-out completions, as `examine` returns them
-    **facts: str | int | float, # of the run: cell, seed, ...
-) -> list[dict[str, Any]]:      # one row for each task, way of decoding and metric
+    table: pd.DataFrame,         # held-out completions, as `examine` returns them
+    **facts: str | int | float,  # of the run: cell, seed, ...
+) -> list[dict[str, Any]]:       # one row for each task, way of decoding and metric
     "What is kept of an examination: the mean of each metric."
     means = table.groupby(['task', 'temperature']).mean(numeric_only=True)
     return [facts | {'task': task, 'decoding': 'sampled' if temperature else 'greedy', 'metric': metric,
@@ -191,7 +191,7 @@ def planned_runs(
     folder: Path,             # of the study
     studies: Sequence[str],   # keys of STUDIES; none: all
     seeds: int,               # runs of each cell
-) -> dict[tuple[str, int], TrainConfig]: # (cell, seed) -> its configuration, the finished ones left out
+) -> dict[tuple[str, int], TrainConfig]:  # (cell, seed) -> its configuration, the finished ones left out
     "What is still to be run; results and run folders made with other settings are refused."
     results, cells = read_results(folder).drop_duplicates(['cell', 'seed']), cells_of(studies)
     made = {(row.cell, row.seed): row.settings for row in results.itertuples()}

@@ -72,7 +72,7 @@ class CountingTask:
         self,
         prompts: Sequence[str],      # B prompts
         completions: Sequence[str],  # B texts; whatever they say
-        targets: Sequence[str | None] | None = None, # not needed: the task knows the answers
+        targets: Sequence[str | None] | None = None,  # not needed: the task knows the answers
     ) -> Scores:                     # rewards (B,) and the table of components
         "Score a batch."
         table = pd.DataFrame([self.score(*pair) for pair in zip(prompts, completions, strict=True)])
@@ -108,16 +108,16 @@ def counting_policy(
 @dataclass(frozen=True)
 class RolloutPart:
     "The groups of one task inside an experience: what was written, what it earned, and what the reference makes of it."
-    task: str                   # 'P' or 'A'
-    samples: tuple[Sample, ...] # B prompts
-    rollouts: Rollouts          # N = B*group_size completions; `rollouts.logprobs` are the old log-probabilities
-    rewards: Tensor             # (N,) fp32, of whole answers; less the price of the KL where there is one
-    advantages: Tensor          # (N,) fp32, or with credit by part (N, T)
-    ref_logprobs: Tensor | None # (N, T) fp32 nats under the frozen reference; None without one
-    ref_hidden: Tensor | None   # (N, T, D) its hidden states, kept where an exact KL needs them
-    components: pd.DataFrame    # N rows: task, a column per reward component, raw, reward before any normalisation
-    clipped: Tensor             # (N,) bool, True where the completion was cut off before its end token
-    loss_mask: Tensor           # (N, T) bool, the tokens that are trained
+    task: str                    # 'P' or 'A'
+    samples: tuple[Sample, ...]  # B prompts
+    rollouts: Rollouts           # N = B*group_size completions; `rollouts.logprobs` are the old log-probabilities
+    rewards: Tensor              # (N,) fp32, of whole answers; less the price of the KL where there is one
+    advantages: Tensor           # (N,) fp32, or with credit by part (N, T)
+    ref_logprobs: Tensor | None  # (N, T) fp32 nats under the frozen reference; None without one
+    ref_hidden: Tensor | None    # (N, T, D) its hidden states, kept where an exact KL needs them
+    components: pd.DataFrame     # N rows: task, a column per reward component, raw, reward before any normalisation
+    clipped: Tensor              # (N,) bool, True where the completion was cut off before its end token
+    loss_mask: Tensor            # (N, T) bool, the tokens that are trained
 
     @property
     def lengths(self) -> Tensor:
@@ -132,8 +132,8 @@ class RolloutPart:
 
     def take(
         self,
-        prompts: Sequence[int], # numbers among the B prompts
-    ) -> 'RolloutPart':         # the groups of these prompts, in this order
+        prompts: Sequence[int],  # numbers among the B prompts
+    ) -> 'RolloutPart':          # the groups of these prompts, in this order
         "Some of the groups; nothing is computed again."
         at, size = torch.tensor(prompts, dtype=torch.int64), self.rollouts.group_size
         rows = (at[:, None]*size + torch.arange(size)).flatten()
@@ -158,8 +158,8 @@ def _picked(value: Any, rows: Tensor) -> Any:
 
 
 def mean_advantages(
-    part: RolloutPart, # with advantages
-) -> Tensor:           # (N,) fp32
+    part: RolloutPart,  # with advantages
+) -> Tensor:            # (N,) fp32
     "The advantage of each completion; with credit by part the mean over its tokens."
     if part.advantages.dim() == 1:
         return part.advantages
@@ -176,8 +176,8 @@ def judged_groups(
 
 
 def idle_groups(
-    part: RolloutPart, # with advantages
-) -> list[bool]:       # one a prompt
+    part: RolloutPart,  # with advantages
+) -> list[bool]:        # one a prompt
     "Whether nothing can be learned from a prompt: no token of its completions has an advantage."
     tokens = part.advantages.view(len(part.rewards), -1).where(part.loss_mask, 0.)
     return tokens.view(len(part.samples), -1).eq(0).all(1).tolist()
@@ -186,14 +186,14 @@ def idle_groups(
 @dataclass(frozen=True)
 class Experience:
     "One batch of prompts, answered by the policy as it then was, scored, and compared with the reference."
-    parts: tuple[RolloutPart, ...] # one for each task in the batch
-    group_size: int                # G, completions per prompt
-    max_completion_length: int     # tokens a completion of any part may have had
-    num_tokens: int                # tokens collected so far in this run, prompts included, this batch too
-    gen_seconds: float             # wall time that sampling took
-    number: int = 1                # of the collection in its run, from 1
-    kl_penalty: float | None = None # mean of what was taken from a reward for its KL to the reference; None: nothing
-    measured: Mapping[str, float] | None = None # a minibatch: the metrics of the newest collection and of the buffer
+    parts: tuple[RolloutPart, ...]  # one for each task in the batch
+    group_size: int                 # G, completions per prompt
+    max_completion_length: int      # tokens a completion of any part may have had
+    num_tokens: int                 # tokens collected so far in this run, prompts included, this batch too
+    gen_seconds: float              # wall time that sampling took
+    number: int = 1                 # of the collection in its run, from 1
+    kl_penalty: float | None = None  # mean of what was taken from a reward for its KL to the reference; None: nothing
+    measured: Mapping[str, float] | None = None  # a minibatch: the metrics of the newest collection and of the buffer
     fresh: bool = True             # whether something in it was sampled by the policy as it is
 
     @property
@@ -272,8 +272,8 @@ class CollectorConfig:
     "How prompts become experiences."
     group_size: int = 8               # completions per prompt, at least 2: they are compared with each other
     temperature: float = 0.7          # of sampling, > 0; the loss uses the same
-    max_new_tokens_policy: int = ANSWER_TOKENS # longest P: completion, in tokens
-    max_new_tokens_env: int = ANSWER_TOKENS # longest A: completion, in tokens
+    max_new_tokens_policy: int = ANSWER_TOKENS  # longest P: completion, in tokens
+    max_new_tokens_env: int = ANSWER_TOKENS  # longest A: completion, in tokens
     baseline: str = 'group_mean'      # what a reward is compared with: group_mean | ema | adaptive | leave_one_out
     scale_rewards: str = 'group'      # what the difference is divided by: group | batch | none
     mask_truncated: bool = False      # completions that were cut off train nothing
@@ -296,9 +296,9 @@ class CollectorConfig:
 
 # %% ../nbs/12_buffer.ipynb #8403fb17
 def without_end(
-    rollouts: Rollouts, # N completions
-    end_id: int,        # the end token
-) -> Tensor:            # (N,) bool
+    rollouts: Rollouts,  # N completions
+    end_id: int,         # the end token
+) -> Tensor:             # (N,) bool
     "Which completions were cut off before they ended."
     last = rollouts.completion_mask.sum(1, keepdim=True) - 1
     return rollouts.completion_ids.gather(1, last).squeeze(1) != end_id
@@ -309,7 +309,7 @@ def ask_reference(
     ref_model: GPT | None,  # the frozen reference
     rollouts: Rollouts,     # N completions, perhaps none
     with_hidden: bool,      # also its hidden states
-) -> tuple[Tensor | None, Tensor | None]: # (N, T) fp32 nats and (N, T, D); None where there is no such thing
+) -> tuple[Tensor | None, Tensor | None]:  # (N, T) fp32 nats and (N, T, D); None where there is no such thing
     "What the reference thinks of sampled tokens, at the temperature that they were sampled with."
     if ref_model is None:
         return None, None
@@ -325,12 +325,12 @@ def ask_reference(
 
 # %% ../nbs/12_buffer.ipynb #9d14b0d2
 def advantages_of(
-    shares: Sequence[tuple[Sample, ...]], # the prompts of each part
-    rollouts: Sequence[Rollouts],         # their completions
-    scores: Scores,                       # of all completions, part after part
-    compare: Callable[..., Tensor],       # (rewards, group size, tasks=...) -> advantages, with baseline and scale
-    credit: Callable[..., Tensor] | None, # a `PartCredit`; None: all tokens of a completion have its advantage
-) -> list[Tensor]:                        # for each share (n,), or with credit (n, T)
+    shares: Sequence[tuple[Sample, ...]],  # the prompts of each part
+    rollouts: Sequence[Rollouts],          # their completions
+    scores: Scores,                        # of all completions, part after part
+    compare: Callable[..., Tensor],        # (rewards, group size, tasks=...) -> advantages, with baseline and scale
+    credit: Callable[..., Tensor] | None,  # a `PartCredit`; None: all tokens of a completion have its advantage
+) -> list[Tensor]:                         # for each share (n,), or with credit (n, T)
     "How much better than its neighbours each completion is, or each of its tokens."
     ends = [*accumulate(len(done.texts) for done in rollouts)]
     if credit is None:
@@ -345,14 +345,14 @@ def advantages_of(
 
 
 def assemble(
-    shares: Sequence[tuple[Sample, ...]], # the prompts of each part
-    rollouts: Sequence[Rollouts],         # their completions
-    scores: Scores,                       # of all completions, part after part
-    advantages: Sequence[Tensor],         # of each part
-    references: Sequence[tuple],          # log-probabilities and hidden states of the reference, for each part
-    end_id: int,                          # the end token
-    mask_truncated: bool = False,         # leave completions that were cut off out of the loss
-) -> tuple[RolloutPart, ...]:             # one for each share
+    shares: Sequence[tuple[Sample, ...]],  # the prompts of each part
+    rollouts: Sequence[Rollouts],          # their completions
+    scores: Scores,                        # of all completions, part after part
+    advantages: Sequence[Tensor],          # of each part
+    references: Sequence[tuple],           # log-probabilities and hidden states of the reference, for each part
+    end_id: int,                           # the end token
+    mask_truncated: bool = False,          # leave completions that were cut off out of the loss
+) -> tuple[RolloutPart, ...]:              # one for each share
     "Put together what belongs to each task."
     parts, end = [], 0
     for share, done, advantage, reference in zip(shares, rollouts, advantages, references, strict=True):
@@ -380,8 +380,8 @@ def priced(
 
 
 def task_shares(
-    prompts: Sequence[Sample], # of a batch, the tasks mixed as they come
-) -> list[tuple[Sample, ...]]: # of each task that is there
+    prompts: Sequence[Sample],  # of a batch, the tasks mixed as they come
+) -> list[tuple[Sample, ...]]:  # of each task that is there
     "Sort a batch by task; SettingError where there is nothing in it."
     if not prompts:
         raise SettingError('a batch of prompts is empty')
@@ -389,8 +389,8 @@ def task_shares(
 
 
 def check_price(
-    penalty: Callable[[], float] | None, # of a `Collector`
-    credit: Callable[..., Tensor] | None, # likewise
+    penalty: Callable[[], float] | None,  # of a `Collector`
+    credit: Callable[..., Tensor] | None,  # likewise
 ) -> None:
     "Raise SettingError where whole answers pay a price and parts are compared."
     if penalty is not None and credit is not None:
@@ -398,9 +398,9 @@ def check_price(
 
 # %% ../nbs/12_buffer.ipynb #8c73b49f
 def stack_rows(
-    pieces: Sequence[Tensor], # (n, T, ...) each, of different T; or (n,) each
-    fill: float = 0,          # on the right of the shorter ones
-) -> Tensor:                  # (sum of n, largest T, ...), or (sum of n,)
+    pieces: Sequence[Tensor],  # (n, T, ...) each, of different T; or (n,) each
+    fill: float = 0,           # on the right of the shorter ones
+) -> Tensor:                   # (sum of n, largest T, ...), or (sum of n,)
     "Rows of all pieces under each other."
     if pieces[0].dim() == 1:
         return torch.cat(list(pieces))
@@ -414,7 +414,7 @@ def of_all(
     own: Rollouts,       # of a task, this process's completions, perhaps none
     asked: tuple,        # what `ask_reference` says of them
     end_id: int,         # the end token
-) -> tuple[Rollouts, tuple]: # the same of everybody, by rank, on this process's device
+) -> tuple[Rollouts, tuple]:  # the same of everybody, by rank, on this process's device
     "Put the completions of all processes, and their references, under each other: as one process would have them."
     if ranks.size == 1:
         return own, asked
@@ -427,9 +427,9 @@ def of_all(
 
 # %% ../nbs/12_buffer.ipynb #e80323f1
 def group_work(
-    part: RolloutPart, # a task's groups, all padded alike
-    width: int,        # D of the model
-) -> float:            # no unit
+    part: RolloutPart,  # a task's groups, all padded alike
+    width: int,         # D of the model
+) -> float:             # no unit
     "About what one of its groups costs a model, relative to others."
     prompt, completion = part.rollouts.prompt_ids.shape[1], part.rollouts.completion_ids.shape[1]
     return (prompt + part.rollouts.group_size*completion)*(6*width + prompt + completion)
@@ -461,10 +461,10 @@ class Collector:
         tokenizer: Tokenizer,              # of both
         prompts: Iterable[list[Sample]],   # batches of prompts, the tasks mixed as they come; a `PromptMix`
         scorer: Callable[..., Scores],     # (prompts, completions, targets) -> Scores; a `RewardScorer`
-        config: CollectorConfig = CollectorConfig(), # group size, temperature, limits, advantages
-        penalty: Callable[[], float] | None = None,  # weight of the KL that is taken from the rewards; None: it is not
+        config: CollectorConfig = CollectorConfig(),  # group size, temperature, limits, advantages
+        penalty: Callable[[], float] | None = None,   # weight of the KL that is taken from the rewards; None: it is not
         ranks: Ranks = ALONE,              # the processes that share the work
-        credit: Callable[..., Tensor] | None = None, # pays each part of an answer for itself; a `PartCredit`
+        credit: Callable[..., Tensor] | None = None,  # pays each part of an answer for itself; a `PartCredit`
     ) -> None:
         check_price(penalty, credit)
         self.model, self.ref_model, self.tokenizer, self.scorer = model, ref_model, tokenizer, scorer
@@ -497,7 +497,7 @@ class BufferConfig:
     "What is kept of the experiences, for how long, and how it is dealt out."
     replays: int = 2                  # optimiser steps that each group takes part in
     capacity: int = 1                 # collections that there is room for
-    minibatch_positions: int | None = None # groups an optimiser step learns from; None: as many as a collection has
+    minibatch_positions: int | None = None  # groups an optimiser step learns from; None: as many as a collection has
     fresh_share: float = 0.25         # collect when a smaller share of the stored groups is unused, 0 to 1
     max_age: int | None = None        # optimiser steps after which a group is dropped, whatever its use; None: never
     drop_tied: bool = False           # do not store groups without an advantage, unless all of them are
@@ -523,11 +523,11 @@ class StoredGroup:
 
 # %% ../nbs/12_buffer.ipynb #22082cb1
 def put_together(
-    experiences: Mapping[int, Experience], # the stored collections by number
-    groups: Sequence[StoredGroup],         # the groups wanted, sorted by place
-    measured: Mapping[str, float],         # the metrics that the minibatch shall report
-    fresh: bool,                           # whether no update lies between a group and its sampling
-) -> Experience:                           # with a part for every part of a collection that has a group here
+    experiences: Mapping[int, Experience],  # the stored collections by number
+    groups: Sequence[StoredGroup],          # the groups wanted, sorted by place
+    measured: Mapping[str, float],          # the metrics that the minibatch shall report
+    fresh: bool,                            # whether no update lies between a group and its sampling
+) -> Experience:                            # with a part for every part of a collection that has a group here
     "Make a minibatch of groups."
     chosen = {}
     for group in groups:
@@ -540,11 +540,11 @@ def put_together(
 
 # %% ../nbs/12_buffer.ipynb #7f0b419f
 def stored_groups(
-    experience: Experience, # newly collected
-    born: int,              # minibatches dealt so far
-    due: int,               # the pass that is going on
-    drop_tied: bool,        # leave groups without an advantage out, unless all of them are
-) -> list[StoredGroup]:     # what the buffer shall deal of it
+    experience: Experience,  # newly collected
+    born: int,               # minibatches dealt so far
+    due: int,                # the pass that is going on
+    drop_tied: bool,         # leave groups without an advantage out, unless all of them are
+) -> list[StoredGroup]:      # what the buffer shall deal of it
     "The groups of a collection."
     places = [(at, prompt, idle) for at, part in enumerate(experience.parts)
               for prompt, idle in enumerate(idle_groups(part))]
@@ -554,8 +554,8 @@ def stored_groups(
 
 
 def check_room(
-    config: BufferConfig, # the rules
-    groups: int,          # in a collection
+    config: BufferConfig,  # the rules
+    groups: int,           # in a collection
 ) -> None:
     "Raise SettingError for minibatches larger than all that may be stored."
     wanted, room = config.minibatch_positions or 0, config.capacity*groups
@@ -565,10 +565,10 @@ def check_room(
 
 
 def next_groups(
-    groups: Sequence[StoredGroup], # stored
-    size: int,                     # how many are wanted
-    seed: str,                     # of the lots
-) -> list[StoredGroup]:            # sorted by place
+    groups: Sequence[StoredGroup],  # stored
+    size: int,                      # how many are wanted
+    seed: str,                      # of the lots
+) -> list[StoredGroup]:             # sorted by place
     "Groups that this pass has not dealt yet: those of the latest collection first, among themselves by lot."
     lots = random.Random(seed)
     ranked = sorted(groups, key=lambda group: (group.due, -group.born, lots.random()))
@@ -576,9 +576,9 @@ def next_groups(
 
 # %% ../nbs/12_buffer.ipynb #7c03d4ca
 def usable_groups(
-    groups: Sequence[StoredGroup], # stored
-    dealt: int,                    # minibatches dealt so far
-    config: BufferConfig,          # the rules
+    groups: Sequence[StoredGroup],  # stored
+    dealt: int,                     # minibatches dealt so far
+    config: BufferConfig,           # the rules
 ) -> list[StoredGroup]:
     "Without those that are used up or too old."
     return [group for group in groups if group.uses < config.replays
@@ -586,9 +586,9 @@ def usable_groups(
 
 
 def is_wanting(
-    groups: Sequence[StoredGroup], # stored
-    batch: int,                    # groups of a collection
-    config: BufferConfig,          # the rules
+    groups: Sequence[StoredGroup],  # stored
+    batch: int,                     # groups of a collection
+    config: BufferConfig,           # the rules
 ) -> bool:
     "Whether something has to be collected before the next minibatch can be dealt."
     stored = len(groups)
@@ -599,9 +599,9 @@ def is_wanting(
 
 
 def buffer_metrics(
-    groups: Sequence[StoredGroup], # stored
-    chosen: Sequence[StoredGroup], # about to be dealt
-    dealt: int,                    # minibatches before it
+    groups: Sequence[StoredGroup],  # stored
+    chosen: Sequence[StoredGroup],  # about to be dealt
+    dealt: int,                     # minibatches before it
 ) -> dict[str, float]:
     "How full the buffer is, and how old what it deals."
     return {'rollout_buffer_size': len(groups),
@@ -613,8 +613,8 @@ class RolloutBuffer:
     "An iterable of minibatches: keeps what a collector makes, deals each group `replays` times, asks for more in time."
     def __init__(
         self,
-        collector: Iterable[Experience],       # asked for an experience only when one is needed
-        config: BufferConfig = BufferConfig(), # the rules
+        collector: Iterable[Experience],        # asked for an experience only when one is needed
+        config: BufferConfig = BufferConfig(),  # the rules
     ) -> None:
         self.collector, self.config, self.dealt = iter(collector), config, 0
         self.newest: Experience | None = None  # the latest collection, whole
@@ -649,8 +649,8 @@ class RolloutBuffer:
 
 # %% ../nbs/12_buffer.ipynb #2ed3abd6
 def part_state(
-    part: RolloutPart, # of an experience
-) -> dict[str, Any]:   # tensors and plain values
+    part: RolloutPart,  # of an experience
+) -> dict[str, Any]:    # tensors and plain values
     "Take a part to pieces."
     state = {f.name: getattr(part, f.name) for f in fields(part)}
     return state | {'samples': [asdict(sample) for sample in part.samples],
@@ -659,8 +659,8 @@ def part_state(
 
 
 def part_from(
-    state: dict[str, Any], # from `part_state`
-    device: torch.device,  # where the tensors of the rollouts shall be
+    state: dict[str, Any],  # from `part_state`
+    device: torch.device,   # where the tensors of the rollouts shall be
 ) -> RolloutPart:
     "Put a part together again."
     here = {name: value.to(device) if isinstance(value, Tensor) and name != 'rewards' else value
@@ -671,24 +671,24 @@ def part_from(
 
 # %% ../nbs/12_buffer.ipynb #31601d84
 def experience_state(
-    experience: Experience, # a whole collection
-) -> dict[str, Any]:        # tensors and plain values
+    experience: Experience,  # a whole collection
+) -> dict[str, Any]:         # tensors and plain values
     "Take an experience to pieces."
     state = {f.name: getattr(experience, f.name) for f in fields(experience)}
     return state | {'parts': [part_state(part) for part in experience.parts]}
 
 
 def collector_state(
-    collector: Collector, # between two collections
-) -> dict[str, Any]:      # tensors and plain values
+    collector: Collector,  # between two collections
+) -> dict[str, Any]:       # tensors and plain values
     "What a checkpoint must hold of a collector, beside the states of its prompts and its scorer."
     return {'num_tokens': collector.num_tokens, 'collected': collector.collected,
             'tracker': collector.tracker.state_dict(), 'generator': collector.generator.get_state()}
 
 
 def restore_collector(
-    collector: Collector,  # changed in place
-    state: dict[str, Any], # from `collector_state`
+    collector: Collector,   # changed in place
+    state: dict[str, Any],  # from `collector_state`
 ) -> None:
     "Continue from a checkpoint."
     collector.num_tokens, collector.collected = state['num_tokens'], state['collected']
@@ -697,8 +697,8 @@ def restore_collector(
 
 # %% ../nbs/12_buffer.ipynb #6c92a91e
 def buffer_state(
-    buffer: RolloutBuffer, # whatever it holds
-) -> dict[str, Any]:       # tensors and plain values
+    buffer: RolloutBuffer,  # whatever it holds
+) -> dict[str, Any]:        # tensors and plain values
     "What a checkpoint must hold of a buffer."
     stored = buffer.experiences | ({buffer.newest.number: buffer.newest} if buffer.newest else {})
     return {'dealt': buffer.dealt, 'newest': buffer.newest.number if buffer.newest else 0,

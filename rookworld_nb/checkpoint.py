@@ -61,8 +61,8 @@ def write_checkpoint(
     folder: Path,          # replaced if it is there
     model: GPT,            # the policy
     tokenizer: Tokenizer,  # its own
-    state: dict[str, Any] | None = None, # tensors and plain values for trainer.pt; None: the model alone
-    profiles: dict[str, Any] | None = None, # for memory_profiles.json; None: there are none
+    state: dict[str, Any] | None = None,  # tensors and plain values for trainer.pt; None: the model alone
+    profiles: dict[str, Any] | None = None,  # for memory_profiles.json; None: there are none
 ) -> None:
     "Write a checkpoint: the folder is there complete, or not at all; CheckpointError where the disk is full."
     aside, old = (folder.with_name(f'.{folder.name}.{end}') for end in ('part', 'old'))
@@ -90,7 +90,7 @@ def write_checkpoint(
 # %% ../nbs/20_checkpoint.ipynb #026a4d92
 def read_checkpoint(
     folder: Path,  # written by `write_checkpoint`, with a state
-) -> dict[str, Any]: # the state
+) -> dict[str, Any]:  # the state
     "Check every file of a checkpoint and read its state."
     text = (folder/SUMS).read_bytes().decode(errors='replace') if (folder/SUMS).exists() else ''
     sums = {name: digest for digest, name in re.findall(r'^([0-9a-f]{64})  ([^/\n]+)$', text, re.MULTILINE)}
@@ -147,7 +147,7 @@ def checkpoints_of(
 
 def first_whole(
     folders: Iterable[Path],  # of checkpoints
-) -> tuple[Path, dict[str, Any]] | None: # the folder and its state; None where none is whole
+) -> tuple[Path, dict[str, Any]] | None:  # the folder and its state; None where none is whole
     "The first checkpoint that can be read."
     for path in folders:
         try:
@@ -159,7 +159,7 @@ def first_whole(
 
 def newest_checkpoint(
     folder: Path,  # a run folder
-) -> tuple[Path, dict[str, Any]] | None: # the folder and its state; None where there is none
+) -> tuple[Path, dict[str, Any]] | None:  # the folder and its state; None where there is none
     "The newest checkpoint that is whole; of several of one step the one that knows most of what was done by hand."
     final = [folder/'final_checkpoint'] if (folder/'final_checkpoint'/'trainer.pt').exists() else []
     last, numbered = first_whole(final), checkpoints_of(folder)[::-1]

@@ -354,7 +354,7 @@ def generate(
     model: str = 'nano',        # nano, a folder, or a Hugging Face id
     group_size: int = 1,        # completions of each prompt
     temperature: float = 0.,    # logits are divided by it; 0 is greedy
-    max_new_tokens: int = ANSWER_TOKENS, # longest completion
+    max_new_tokens: int = ANSWER_TOKENS,  # longest completion
     seed: int = 0,              # of the sampling
     batch: int = 16,            # prompts at a time
     device: str = 'auto',       # cpu, cuda, cuda:1; auto takes the GPU where there is one
@@ -544,7 +544,7 @@ def check_passes(
 def measure(
     loaded: tuple,                  # model and tokenizer
     samples: list,                  # of `evaluation_samples`
-    temperatures: tuple[float, ...], # one pass for each
+    temperatures: tuple[float, ...],  # one pass for each
     **options,                      # of `evaluate.evaluate`
 ):                                  # -> pandas table, one row a completion; None without samples
     "Measure a model on prompts with targets, paid as `rookworld train` pays."
@@ -621,22 +621,22 @@ def play_suites(
 
 # %% ../nbs/25_cli.ipynb #53dbaadf
 def evaluate_model(
-    model: str = 'nano',                    # nano, a folder, or a Hugging Face id
-    against: str | None = None,             # policy, env, stress: another model, to compare with
-    suite: Suites = ('policy', 'env'),      # what to measure; stress: rare moves; stockfish: matches, need the engine
-    data: Path | None = None,               # P: and A: lines; none: the shipped ones; or the file of --suite puzzles
-    limit: int | None = None,               # at most so many samples of each task, puzzles of each suite; none: all
-    temperature: tuple[float, ...] = (0.,), # of sampling, one pass for each; 0 is greedy
-    samples_per_prompt: int = 1,            # completions of each prompt
-    max_new_tokens: int = ANSWER_TOKENS,    # longest completion of policy, env and stress
-    games: int = 20,                        # of self-play, and of a match; even, both sides play White
-    levels: tuple[str, ...] = WEAKEST,      # of stockfish: skill=0 to skill=20, elo=N, nodes=N
-    history_plies: int = 1,                 # selfplay: plies in an A: prompt; the public model knows 10
-    stockfish_path: Path | None = None,     # the engine; none: looked for
-    seed: int = 0,                          # of the sampling
-    batch: int = 256,                       # completions at a time
-    device: str = 'auto',                   # cpu, cuda, cuda:1; auto takes the GPU where there is one
-    json: bool = False,                     # one JSON object instead of tables
+    model: str = 'nano',                     # nano, a folder, or a Hugging Face id
+    against: str | None = None,              # policy, env, stress: another model, to compare with
+    suite: Suites = ('policy', 'env'),       # what to measure; stress: rare moves; stockfish: matches, need the engine
+    data: Path | None = None,                # P: and A: lines; none: the shipped ones; or the file of --suite puzzles
+    limit: int | None = None,                # at most so many samples of each task, puzzles of each suite; none: all
+    temperature: tuple[float, ...] = (0.,),  # of sampling, one pass for each; 0 is greedy
+    samples_per_prompt: int = 1,             # completions of each prompt
+    max_new_tokens: int = ANSWER_TOKENS,     # longest completion of policy, env and stress
+    games: int = 20,                         # of self-play, and of a match; even, both sides play White
+    levels: tuple[str, ...] = WEAKEST,       # of stockfish: skill=0 to skill=20, elo=N, nodes=N
+    history_plies: int = 1,                  # selfplay: plies in an A: prompt; the public model knows 10
+    stockfish_path: Path | None = None,      # the engine; none: looked for
+    seed: int = 0,                           # of the sampling
+    batch: int = 256,                        # completions at a time
+    device: str = 'auto',                    # cpu, cuda, cuda:1; auto takes the GPU where there is one
+    json: bool = False,                      # one JSON object instead of tables
 ) -> None:
     "Measure a model: held-out positions, puzzles, self-play, matches; with confidence intervals."
     from rookworld_nb.hardware import torch_device
@@ -686,11 +686,11 @@ HEADINGS = {'metrics': 'means with 95 % intervals', 'comparison': 'before is --a
 
 
 def report_evaluation(
-    samples: list,       # of `evaluation_samples`
-    table,               # of `measure`, or None
-    before,              # of `measure` for another model, or None
-    played: list[tuple], # of `play_suites`: name, temperature, table by metric
-    json: bool,          # one JSON object instead of tables
+    samples: list,        # of `evaluation_samples`
+    table,                # of `measure`, or None
+    before,               # of `measure` for another model, or None
+    played: list[tuple],  # of `play_suites`: name, temperature, table by metric
+    json: bool,           # one JSON object instead of tables
 ) -> None:
     "Write an evaluation to standard output."
     parts = {} if table is None else metric_tables(samples, table, before)
@@ -720,10 +720,10 @@ def as_columns(
 # %% ../nbs/25_cli.ipynb #479a0a99
 def train(
     config,                    # what was given of a config.TrainConfig, one flag each
-    preset: Literal['nano', 'rtx4090', 'emergency'] = 'nano', # settings to start from; other flags overrule them
-    plan: bool = False,        # print what would be done, and stop
-    tensorboard: bool = False, # write the metrics for TensorBoard too, into the run folder
-    wandb: str | None = None,  # send the metrics to this Weights & Biases project too; none: stay offline
+    preset: Literal['nano', 'rtx4090', 'emergency'] = 'nano',  # settings to start from; other flags overrule them
+    plan: bool = False,         # print what would be done, and stop
+    tensorboard: bool = False,  # write the metrics for TensorBoard too, into the run folder
+    wandb: str | None = None,   # send the metrics to this Weights & Biases project too; none: stay offline
 ) -> None:
     "Train with GRPO, evaluate before and after, and write a run folder; with torchrun on many processes."
     from rookworld_nb import run
@@ -780,10 +780,10 @@ def ablate(
 
 
 def search(
-    config,                               # what was given of a config.TrainConfig, shared by all trials
-    space: tuple[str, ...] | None = None, # nano, grid, 'NAME=a|b', NAME=low..high[:log]; none: grid, or nano for nano
-    trials: int | None = None,            # whole runs, of the study in all; none: every point (nano 216, grid 432)
-    output_dir: Path = Path('runs/search'), # of the study; named again, it goes on
+    config,                                # what was given of a config.TrainConfig, shared by all trials
+    space: tuple[str, ...] | None = None,  # nano, grid, 'NAME=a|b', NAME=low..high[:log]; none: grid, or nano for nano
+    trials: int | None = None,             # whole runs, of the study in all; none: every point (nano 216, grid 432)
+    output_dir: Path = Path('runs/search'),  # of the study; named again, it goes on
     workers: int = 1,                     # trials side by side, a process each
     storage: str | None = None,           # URL of a database shared by machines; none: a file in --output-dir
     prune: bool = True,                   # stop trials whose reward falls
@@ -817,9 +817,9 @@ def batch_size(
     model: str = 'nano',          # nano, a folder, or a Hugging Face id
     target: float = 0.85,         # share of the memory that a batch may take
     group_size: int = 4,          # completions per prompt; give what train is given, 8 without a flag
-    max_new_tokens: int = ANSWER_TOKENS, # longest completion
-    micro_batch_size: int | None = None, # completions per forward pass of an update; none: as train does
-    gradient_checkpointing: bool = False, # backward computes each block again instead of storing its inside
+    max_new_tokens: int = ANSWER_TOKENS,  # longest completion
+    micro_batch_size: int | None = None,  # completions per forward pass of an update; none: as train does
+    gradient_checkpointing: bool = False,  # backward computes each block again instead of storing its inside
     bf16: bool = False,           # multiply in bfloat16 inside the model's blocks
     device: str = 'auto',         # cpu, cuda, cuda:1; auto takes the GPU where there is one
     json: bool = False,           # one JSON object instead of tables
@@ -836,9 +836,9 @@ def batch_size(
 # %% ../nbs/25_cli.ipynb #c69ab64e
 class Command(NamedTuple):
     "A function and the dataclasses of whose fields it takes what was given, as a dictionary."
-    run: Callable                 # its docstring is the help, its commented parameters are flags
-    configs: dict[str, str] = {}  # parameter -> 'module:dataclass', whose fields are flags too ...
-    without: tuple[str, ...] = () # ... but for these
+    run: Callable                  # its docstring is the help, its commented parameters are flags
+    configs: dict[str, str] = {}   # parameter -> 'module:dataclass', whose fields are flags too ...
+    without: tuple[str, ...] = ()  # ... but for these
 
 
 COMMANDS = {

@@ -45,9 +45,9 @@ class PromptOptions:
     output_dir: str | None = None     # run folder, new; none: runs/ and the time
     seed: int = 0                     # all random choices follow from it: prompts, their order, sampling
     device: str = 'auto'              # cpu, cuda, cuda:1; auto takes the GPU where there is one
-    reference_device: str | None = None # of the reference model, cuda:1 for example; none: that of the policy
+    reference_device: str | None = None  # of the reference model, cuda:1 for example; none: that of the policy
     mix_env_ratio: float = 0.2        # share of A: prompts
-    rare_env_ratio: float | None = 0.33 # share of rare outcomes among them; none: as they come
+    rare_env_ratio: float | None = 0.33  # share of rare outcomes among them; none: as they come
     max_positions: int | None = None  # use only that many prompts of each task, from everywhere in the file; none: all
     stockfish_path: str | None = None  # judge P: answers with this engine instead of the stored targets
     eval_policy: int = 1000           # held-out P: positions evaluated before and after; 0 for none
@@ -65,8 +65,8 @@ class RewardOptions(RewardTerms):
     batch_positions: int | None = None  # prompts of a batch; none: 32 for a small model, 8 for a large one
     group_size: int = 8               # completions per prompt
     temperature: float | None = None  # of sampling, in training and evaluation; none: 0.9 small, 0.7 large
-    max_new_tokens: int = ANSWER_TOKENS # longest completion
-    reward_shaping: str = 'continuous'  # graduated | continuous | linear | binary | ladder
+    max_new_tokens: int = ANSWER_TOKENS  # longest completion
+    reward_shaping: str = 'continuous'   # graduated | continuous | linear | binary | ladder
     legal_credit: float = 0.5         # P: what a legal candidate outside the engine's five earns, 1 for one inside
     illegal_cost: float = 0.3         # P: what an illegal or repeated candidate takes away, in the same unit
     reward_warmup_steps: int = 0      # batches over which content is blended into the reward after structure
@@ -91,10 +91,10 @@ class UpdateOptions:
     warmup_steps: int = 5             # optimiser steps over which the learning rate rises
     weight_decay: float = 0.01        # of AdamW, on matrices only
     grad_clip: float = 1.0            # longest gradient
-    minibatch_positions: int | None = None # prompts an optimiser step learns from; none: those of a batch
-    micro_batch_size: int | None = None # completions per forward pass; none: some 1500 tokens on a CPU, a task on a GPU
+    minibatch_positions: int | None = None  # prompts an optimiser step learns from; none: those of a batch
+    micro_batch_size: int | None = None  # completions per forward; none: some 1500 tokens on a CPU, a task on a GPU
     clip_range: float = 0.2           # the ratio is clipped to 1 - clip_range ...
-    clip_range_high: float | None = None # ... 1 + clip_range_high; none: the same
+    clip_range_high: float | None = None  # ... 1 + clip_range_high; none: the same
     importance_level: str = 'token'   # the ratio is of each token or of the whole sequence (GSPO): token | sequence
     loss_type: str | None = None      # averaging: dapo | grpo | bnpo | dr_grpo; none: grpo small, dapo large
     kl_coef: float = 0.02             # weight of the KL to the model the run starts from
@@ -105,9 +105,9 @@ class UpdateOptions:
     kl_target: float = 0.05           # KL that the adaptive control aims at, nats per token
     kl_warmup_steps: int = 0          # first steps, in which kl_coef is multiplied by kl_warmup_factor
     kl_warmup_factor: float = 0.0     # see kl_warmup_steps
-    kl_divergence_threshold: float | None = 0.5 # the policy has diverged where the mean KL is above, nats per token
-    kl_tail_threshold: float | None = None # the same for the 95th percentile of the KL
-    kl_spike_factor: float | None = None # the same for a KL so many times its running mean, or kl_target if larger
+    kl_divergence_threshold: float | None = 0.5  # the policy has diverged where the mean KL is above, nats per token
+    kl_tail_threshold: float | None = None  # the same for the 95th percentile of the KL
+    kl_spike_factor: float | None = None  # the same for a KL so many times its running mean, or kl_target if larger
     max_recoveries: int = 3           # returns of a diverged run to its last good state, each at half the rate
     entropy_coef: float = 0.0         # weight of the entropy bonus
     use_gae: bool = False             # advantages of tokens from a value head instead of the group's
@@ -165,8 +165,8 @@ def reward_part(
 
 # %% ../nbs/19_config.ipynb #d8f74e1a
 def whole_answers(
-    config: 'TrainConfig', # what is asked for
-) -> list[str]:            # flags
+    config: 'TrainConfig',  # what is asked for
+) -> list[str]:             # flags
     "What is asked for and acts on whole answers, so that they cannot be paid by part."
     names = {'shaping': 'reward_shaping', 'normalize': 'normalize_rewards'}    # which differ here
     asked = [name for name in ('use_gae', 'kl_in_reward') if getattr(config, name)]
@@ -176,7 +176,7 @@ def whole_answers(
 
 # %% ../nbs/19_config.ipynb #09998c99
 def check_kinds(
-    config: 'TrainConfig', # what is asked for
+    config: 'TrainConfig',  # what is asked for
 ) -> None:
     "Refuse a text where a number belongs, and the like; a checkpoint takes plain values, so no subclasses."
     for name, kind in get_type_hints(TrainConfig).items():
@@ -196,7 +196,7 @@ CHOICES = {'credit': (None, *CREDITS), 'baseline_type': BASELINES, 'reward_shapi
 
 # %% ../nbs/19_config.ipynb #eb00f9aa
 def check_flags(
-    config: 'TrainConfig', # what is asked for, each of its kind
+    config: 'TrainConfig',  # what is asked for, each of its kind
 ) -> None:
     "Refuse what no part would refuse by the name of its flag, and before anything is sampled."
     values, size = asdict(config), config.micro_batch_size

@@ -100,7 +100,7 @@ def part_advantages(
     earned: Tensor,                # (N, K) what each part earned; NaN where nothing can be said
     names: Sequence[str],          # of the K columns, for a baseline that remembers
     group_size: int,               # G, completions per prompt
-    compare: Callable[..., Tensor] = compute_advantages, # rewards (N,), G, tasks=names of the N / G groups -> (N,)
+    compare: Callable[..., Tensor] = compute_advantages,  # rewards (N,), G, tasks=names of the N / G groups -> (N,)
 ) -> Tensor:                       # (N, K) no unit; exactly 0 where nothing, or the same of all, can be said
     "Compare each part with the same part of the other answers to its prompt."
     groups = earned.view(-1, group_size, len(names))
@@ -129,8 +129,8 @@ def share_with_list(
 
 # %% ../nbs/09_credit.ipynb #be546155
 def paid_whole(
-    cfg: RewardConfig, # of a scorer
-) -> list[str]:        # its fields
+    cfg: RewardConfig,  # of a scorer
+) -> list[str]:         # its fields
     "The settings that act on whole answers, so that parts cannot be paid."
     fine = {'shaping': ADDITIVE, 'normalize': (False,), 'reward_warmup_steps': (0,)}
     fine |= dict.fromkeys(CURVED, ('linear',))
@@ -150,8 +150,8 @@ class PartCredit:
 
     def piece(
         self,
-        token: int, # id
-    ) -> str:       # what it writes; nothing for the end token
+        token: int,  # id
+    ) -> str:        # what it writes; nothing for the end token
         "The text of a token, remembered."
         if token not in self.pieces:
             self.pieces[token] = self.tokenizer.decode([token])
@@ -159,10 +159,10 @@ class PartCredit:
 
     def __call__(
         self,
-        task: str,                       # 'P' or 'A'
-        rollouts: Rollouts,              # N completions of T tokens
-        judged: Sequence[Judged | None], # N comparisons with the truth, from `Scores`
-        compare: Callable[..., Tensor] = compute_advantages, # with the run's baseline and scale
+        task: str,                        # 'P' or 'A'
+        rollouts: Rollouts,               # N completions of T tokens
+        judged: Sequence[Judged | None],  # N comparisons with the truth, from `Scores`
+        compare: Callable[..., Tensor] = compute_advantages,  # with the run's baseline and scale
     ) -> Tensor:                         # (N, T) fp32, no unit
         "Pay every token what its part deserves."
         names = [f'{task} {name}' for name in PART_NAMES[task]]

@@ -36,17 +36,17 @@ class Throttle:
     """Says when a costly thing may happen again: after a multiple of what it cost the last time."""
     def __init__(
         self,
-        interval:float,                            # s, the shortest pause
-        factor:float=10.,                          # pause per second of cost
-        clock:Callable[[], float]=time.perf_counter, # time in s
+        interval: float,      # s, the shortest pause
+        factor: float = 10.,  # pause per second of cost
+        clock: Callable[[], float] = time.perf_counter,  # time in s
     ) -> None:
         self.interval, self.factor, self.clock, self.next = interval, factor, clock, -math.inf
 
     def run(
         self,
-        action:Callable[[], None], # the costly thing
-        force:bool=False,          # True: now, whatever it costs
-    ) -> bool:                     # whether it was done
+        action: Callable[[], None],  # the costly thing
+        force: bool = False,         # True: now, whatever it costs
+    ) -> bool:                       # whether it was done
         """Do it if it is due."""
         start = self.clock()
         if start < self.next and not force: return False
@@ -59,11 +59,11 @@ class Throttle:
 class History:
     """Rows of metrics as columns of equal length."""
     def __init__(self) -> None:
-        self.columns:dict[str, list[float]] = {'step': []}
+        self.columns: dict[str, list[float]] = {'step': []}
 
     def append(
         self,
-        row:Mapping[str,float], # one optimiser step; 'step' counts up by one where it is missing
+        row: Mapping[str, float],  # one optimiser step; 'step' counts up by one where it is missing
     ) -> None:
         """Add a row; a number that is missing in it is NaN."""
         done = len(self.columns['step'])
@@ -73,22 +73,22 @@ class History:
 
     def last(
         self,
-        name:str, # a metric
-    ) -> float:   # its latest value; NaN if there is none
+        name: str,  # a metric
+    ) -> float:     # its latest value; NaN if there is none
         """The latest value of a metric."""
         return self.columns.get(name, [math.nan])[-1] if self.columns['step'] else math.nan
 
     def best(
         self,
-        name:str, # a metric
-    ) -> float:   # its largest value; NaN if there is none
+        name: str,  # a metric
+    ) -> float:     # its largest value; NaN if there is none
         """The largest finite value of a metric so far."""
         return max((value for value in self.columns.get(name, []) if math.isfinite(value)), default=math.nan)
 
 # %% ../nbs/17_dashboard.ipynb #ed79ff30
 def duration(
-    seconds:float, # >= 0, or not finite
-)->str:            # '0:43', '12:05', '1:02:05'; '?' where it is not known
+    seconds: float,  # >= 0, or not finite
+) -> str:            # '0:43', '12:05', '1:02:05'; '?' where it is not known
     """A span of time as people write it."""
     if not math.isfinite(seconds): return '?'
     minutes, rest = divmod(round(seconds), 60)
@@ -99,8 +99,8 @@ class Progress:
     """What is known of a run: its numbers so far, the light of the latest, and how fast it goes."""
     def __init__(
         self,
-        total:int,                                   # steps planned
-        clock:Callable[[], float]=time.perf_counter, # time in s
+        total: int,                                      # steps planned
+        clock: Callable[[], float] = time.perf_counter,  # time in s
     ) -> None:
         self.total, self.clock, self.history, self.light = total, clock, History(), overall({})
         self.recent, self.began = deque(maxlen=21), clock()
@@ -112,7 +112,7 @@ class Progress:
 
     def add(
         self,
-        row:Mapping[str,float], # one optimiser step
+        row: Mapping[str, float],  # one optimiser step
     ) -> None:
         """Take a step in: its numbers, its light and the moment."""
         self.history.append(row)
@@ -124,8 +124,8 @@ class Progress:
         if self.recent: self.recent = deque([(self.clock(), self.step)], self.recent.maxlen)
 
     def text(self,
-        halt:str='', # 'Stopped' or 'Paused' where somebody asked for it, 'Ended' or 'Failed' by itself
-    ) -> str:        # one line
+        halt: str = '',  # 'Stopped' or 'Paused' where somebody asked for it, 'Ended' or 'Failed' by itself
+    ) -> str:            # one line
         """Where the run stands, and how long it will take."""
         if not self.step: return f'{halt} without a step' if halt else 'Waiting for the first step'
         (start, first), (now, last) = self.recent[0], self.recent[-1]
@@ -136,23 +136,23 @@ class Progress:
         return f'Step {last} of {self.total} · {told} · {pace:.2f} s a step · {duration(pace*(self.total-last))} left'
 
 # %% ../nbs/17_dashboard.ipynb #4516f2aa
-TEXTS, TOTALS = ('task', 'prompt', 'completion'), ('reward', 'advantage') # first and last columns
-HIDDEN = ('tokens', 'clipped', 'raw', 'target') # bookkeeping that would only widen the table
+TEXTS, TOTALS = ('task', 'prompt', 'completion'), ('reward', 'advantage')  # first and last columns
+HIDDEN = ('tokens', 'clipped', 'raw', 'target')  # bookkeeping that would only widen the table
 
 
 def pick_rows(
-    rows:pd.DataFrame, # one a completion, with a reward
-    count:int=3,       # how many to keep
-)->pd.DataFrame:       # (<= count,) from the best reward to the worst, evenly spaced between
+    rows: pd.DataFrame,  # one a completion, with a reward
+    count: int = 3,      # how many to keep
+) -> pd.DataFrame:       # (<= count,) from the best reward to the worst, evenly spaced between
     """A few completions that show the range of what is sampled."""
     ranked = rows.sort_values('reward', ascending=False, kind='stable')
     return ranked.iloc[spread(range(len(ranked)), count)]
 
 
 def cell_html(
-    name:str,     # the column
-    value:object, # text or number
-)->str:           # one <td>, escaped
+    name: str,      # the column
+    value: object,  # text or number
+) -> str:           # one <td>, escaped
     """One cell: texts as they are, scores shaded, missing parts empty."""
     if name in TEXTS or isinstance(value, str): return f'<td class="rw-{escape(name)}">{escape(str(value))}</td>'
     number = float(value)
@@ -162,9 +162,9 @@ def cell_html(
 
 
 def samples_html(
-    rows:Rows,   # one a completion: prompt, completion, task, reward, parts, advantage
-    count:int=3, # how many to show
-)->str:          # an HTML table
+    rows: Rows,      # one a completion: prompt, completion, task, reward, parts, advantage
+    count: int = 3,  # how many to show
+) -> str:            # an HTML table
     """Some of the sampled completions with the parts of their rewards."""
     if not len(rows): return ''
     table = pick_rows(pd.DataFrame(rows), count).dropna(axis=1, how='all')
@@ -176,37 +176,37 @@ def samples_html(
     return f'<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
 
 # %% ../nbs/17_dashboard.ipynb #624c9085
-GREEN, RED, SKY = '#15781b', '#c53030', '#2b7bba99' # of legal arrows, of what is wrong, of the engine's squares
-ALARM = '#e5534b' # red that can be read on white and on black
-FADE = ('ff', 'c0', '90', '68', '48') # how strongly the arrow of each rank is drawn
+GREEN, RED, SKY = '#15781b', '#c53030', '#2b7bba99'  # of legal arrows, of what is wrong, of the engine's squares
+ALARM = '#e5534b'  # red that can be read on white and on black
+FADE = ('ff', 'c0', '90', '68', '48')  # how strongly the arrow of each rank is drawn
 
 
 @dataclass(frozen=True)
 class Diagram:
     """A board with what is to be seen on it."""
-    title:str                              # above the board
-    fen:str                                # the position, at least its board
-    white_below:bool=True                  # which side sits below
-    arrows:tuple[tuple[str, str], ...]=()  # (move, colour), the first drawn last
-    squares:tuple[tuple[str, str], ...]=() # (square, colour)
-    lines:tuple[tuple[str, bool], ...]=()  # (text, whether something is wrong), below the board
+    title: str                                 # above the board
+    fen: str                                   # the position, at least its board
+    white_below: bool = True                   # which side sits below
+    arrows: tuple[tuple[str, str], ...] = ()   # (move, colour), the first drawn last
+    squares: tuple[tuple[str, str], ...] = ()  # (square, colour)
+    lines: tuple[tuple[str, bool], ...] = ()   # (text, whether something is wrong), below the board
 
 
 def ranked(
-    answer:PolicyAnswer, # of the policy task
-)->list[tuple[str, float|None]]: # (move, evaluation in pawns, None where it gives none), the model's favourite first
+    answer: PolicyAnswer,  # of the policy task
+) -> list[tuple[str, float | None]]:  # (move, evaluation in pawns or None), the model's favourite first
     """The candidates in the order of the model's own evaluations."""
     pairs = list(zip_longest(answer.moves, answer.evals[:len(answer.moves)]))
     return sorted(pairs, key=lambda pair: (pair[1] is None, -(pair[1] or 0.)))
 
 # %% ../nbs/17_dashboard.ipynb #8173c253
 def policy_diagram(
-    fen:str,                       # a possible position
-    answer:PolicyAnswer,           # the model's
-    target:PolicyAnswer|None=None, # the engine's, where it is known
-    title:str='policy',            # above the board
-    played:str|None=None,          # what was played, which an illegal best move is not; None: nothing is said of it
-)->Diagram:
+    fen: str,                           # a possible position
+    answer: PolicyAnswer,               # the model's
+    target: PolicyAnswer | None = None,  # the engine's, where it is known
+    title: str = 'policy',              # above the board
+    played: str | None = None,          # what was played (an illegal best move is not); None: not said
+) -> Diagram:
     """What a policy answer means in a position; the engine's best moves are those with its highest evaluation."""
     known = target is not None and target.moves and len(target.moves) == len(target.evals)
     legal, engine = legal_moves(fen), PolicyTruth.make(fen, target.moves, target.evals).best if known else ()
@@ -226,20 +226,20 @@ def policy_diagram(
 
 # %% ../nbs/17_dashboard.ipynb #0676afec
 def wrong_squares(
-    fen:str,   # a position, at least its board
-    other:str, # another
-)->list[str]:  # their names
+    fen: str,    # a position, at least its board
+    other: str,  # another
+) -> list[str]:  # their names
     """The squares on which two boards differ."""
     first, second = (chess.BaseBoard(text.split()[0]) for text in (fen, other))
     return [chess.square_name(square) for square in chess.SQUARES if first.piece_at(square) != second.piece_at(square)]
 
 
 def env_diagrams(
-    fen:str,          # a possible position
-    uci:str,          # the move made in it, legal or not
-    answer:EnvAnswer, # the model's
-    title:str='environment', # above the model's board
-)->list[Diagram]:     # what the model predicts, where it can be read, and what is true
+    fen: str,           # a possible position
+    uci: str,           # the move made in it, legal or not
+    answer: EnvAnswer,  # the model's
+    title: str = 'environment',  # above the model's board
+) -> list[Diagram]:  # what the model predicts, where it can be read, and what is true
     """A predicted step beside the true one."""
     truth, arrows, below = env_step(fen, uci), (), fen.split()[1] == 'w'
     if is_uci(uci): arrows = ((uci, RED if truth.truncated else '#8888'),)
@@ -261,9 +261,9 @@ def env_diagrams(
 
 # %% ../nbs/17_dashboard.ipynb #63f1ba80
 def diagram_svg(
-    diagram:Diagram, # what is to be seen
-    size:int=186,    # of the board, pixels; five of them stand side by side
-)->str:              # SVG
+    diagram: Diagram,  # what is to be seen
+    size: int = 186,   # of the board, pixels; five of them stand side by side
+) -> str:              # SVG
     """Draw a diagram, without its words."""
     arrows = [chess.svg.Arrow(*map(chess.parse_square, (uci[:2], uci[2:4])), color=colour)
               for uci, colour in reversed(diagram.arrows)]
@@ -272,9 +272,9 @@ def diagram_svg(
 
 
 def diagram_html(
-    diagram:Diagram, # what is to be seen
-    size:int=186,    # of the board, pixels; five of them stand side by side
-)->str:              # a figure with its words, escaped
+    diagram: Diagram,  # what is to be seen
+    size: int = 186,   # of the board, pixels; five of them stand side by side
+) -> str:              # a figure with its words, escaped
     """Draw a diagram."""
     words = ''.join(f'<div style="color:{ALARM}">✗ {escape(text)}</div>' if wrong else f'<div>{escape(text)}</div>'
                     for text, wrong in diagram.lines)
@@ -283,8 +283,8 @@ def diagram_html(
 
 # %% ../nbs/17_dashboard.ipynb #ee8a305a
 def row_diagrams(
-    row:Mapping[str, object], # prompt, completion, task, reward; the target's text where known
-)->list[Diagram]:             # one for P:, one or two for A:, none where the prompt holds no possible position
+    row: Mapping[str, object],  # prompt, completion, task, reward; the target's text where known
+) -> list[Diagram]:             # one for P:, one or two for A:, none where the prompt holds no possible position
     """What a sampled completion looks like on a board."""
     prompt, completion, target = str(row['prompt']), str(row['completion']), row.get('target')
     asked, reward = parse_env(prompt) if row['task'] == 'A' else parse_policy(prompt), f'reward {row["reward"]:.2f}'
@@ -298,8 +298,8 @@ def row_diagrams(
 
 
 def boards_html(
-    rows:Rows, # one a completion: prompt, completion, task, reward; target where known
-)->str:        # figures beside each other
+    rows: Rows,  # one a completion: prompt, completion, task, reward; target where known
+) -> str:        # figures beside each other
     """The best and the worst policy completion and the worst environment completion on boards."""
     if not len(rows): return ''
     table = pd.DataFrame(rows)
@@ -308,21 +308,21 @@ def boards_html(
     return ''.join(map(diagram_html, (each for row in chosen.to_dict('records') for each in row_diagrams(row))))
 
 # %% ../nbs/17_dashboard.ipynb #ed7f1b22
-BINS, LOWEST, BIN = 26, -.3, .05 # of the histogram: how many, where the first begins, how wide
+BINS, LOWEST, BIN = 26, -.3, .05  # of the histogram: how many, where the first begins, how wide
 TASK_COLOURS = {'P': BLUE, 'A': ORANGE}
 
 
 def reward_bins(
-    rewards:pd.Series, # of some completions
-)->list[int]:          # (BINS,) how many fall into each; what is outside counts in the first or the last
+    rewards: pd.Series,  # of some completions
+) -> list[int]:          # (BINS,) how many fall into each; what is outside counts in the first or the last
     """Count rewards by size."""
     places = ((rewards.dropna() - LOWEST)/BIN + 1e-9).floordiv(1).clip(0, BINS - 1)
     return places.value_counts().reindex(range(BINS), fill_value=0).tolist()
 
 
 def histogram_svg(
-    rows:Rows, # one a completion: task, reward
-)->str:        # an SVG picture, the tasks stacked; colours of the text are the page's
+    rows: Rows,  # one a completion: task, reward
+) -> str:        # an SVG picture, the tasks stacked; colours of the text are the page's
     """The rewards of a batch, by task."""
     if not len(rows): return ''
     table = pd.DataFrame(rows)
@@ -370,23 +370,23 @@ STYLE_SHEET = f"""<style>
 
 
 def light_html(
-    light:Light, # a judgement of the monitor
-)->str:          # a coloured dot, the colour's name and the reason, escaped
+    light: Light,  # a judgement of the monitor
+) -> str:          # a coloured dot, the colour's name and the reason, escaped
     """A light as a reader sees it; the colour is also said in words."""
     dot = f'<span class="rw-dot" style="background:{LIGHT_COLOURS[light.colour]}"></span>'
     return f'{dot}<b>{light.colour}</b> &nbsp;{escape(light.reason)}'
 
 # %% ../nbs/17_dashboard.ipynb #85ce0a6a
-LEVERS = {'kl_coef': ('KL weight', -4., 0.), 'lr_scale': ('Learning rate ×', -2., 1.)} # label, range in powers of ten
+LEVERS = {'kl_coef': ('KL weight', -4., 0.), 'lr_scale': ('Learning rate ×', -2., 1.)}  # label, range in powers of ten
 
 
 class Lever:
     """A slider for one number of the run, and that number."""
     def __init__(
         self,
-        name:str,                        # a key of LEVERS
-        value:float,                     # what the run has
-        on_move:Callable[[], None],      # called when the wished value has changed
+        name: str,                    # a key of LEVERS
+        value: float,                 # what the run has
+        on_move: Callable[[], None],  # called when the wished value has changed
     ) -> None:
         label, low, high = LEVERS[name]
         self.value, self.on_move, self.said = value, on_move, w.Label()
@@ -398,7 +398,7 @@ class Lever:
         self.box = w.HBox([self.slider, self.said])
 
     @property
-    def wish(self) -> float|None:
+    def wish(self) -> float | None:
         """The value wished for; None where it is what the run has, or the nearest that the slider can show."""
         low, high = (10**power for power in (self.slider.min, self.slider.max))
         near = math.isclose(self.slider.value, min(high, max(low, self.value)), rel_tol=1e-6)
@@ -406,14 +406,14 @@ class Lever:
 
     def follow(
         self,
-        value:float, # what the run has now
+        value: float,  # what the run has now
     ) -> None:
         """Show another value of the run, where nothing else is wished for."""
         self.value = value
         self.slider.value = value
         self.said.value = f'{value:.3g}'
 
-    def _moved(self, _:object) -> None:
+    def _moved(self, _: object) -> None:
         self.said.value = f'{self.value:.3g}' if self.wish is None else f'{self.value:.3g} → {self.wish:.3g}'
         self.on_move()
 
@@ -422,7 +422,7 @@ class Controls:
     """Buttons and sliders; what they ask for waits in `wishes`, what was answered is in `answers`."""
     def __init__(
         self,
-        levers:Mapping[str,float]={}, # of the run, keys of LEVERS; a slider for each
+        levers: Mapping[str, float] = {},  # of the run, keys of LEVERS; a slider for each
     ) -> None:
         self.wishes, self.answers, self.news = deque(), deque(maxlen=3), w.HTML()
         self.stopped = self.paused = self.ended = self.failed = False
@@ -439,7 +439,7 @@ class Controls:
         self.checkpoint.on_click(lambda _: self.wishes.append(('checkpoint', None)))
         self.levers = {name: Lever(name, value, self._levers_moved) for name, value in levers.items()}
 
-    def _halt(self, name:str, **state:bool) -> None:
+    def _halt(self, name: str, **state: bool) -> None:
         self.wishes.append((name, None))
         vars(self).update(state)
         self.halted()
@@ -448,7 +448,7 @@ class Controls:
         for wish in [wish for wish in self.wishes if wish[0] in self.levers]: self.wishes.remove(wish)
         self.wishes.extend((name, lever.wish) for name, lever in self.levers.items() if lever.wish is not None)
 
-    def _tell(self, news:str) -> None:
+    def _tell(self, news: str) -> None:
         self.answers.append(news)
         self.news.value = '<br>'.join(map(escape, self.answers))
 
@@ -460,8 +460,8 @@ class Face(Controls):
     """The widgets of the dashboard, laid out."""
     def __init__(
         self,
-        total:int,                    # steps planned
-        levers:Mapping[str,float]={}, # of the run, keys of LEVERS; a slider for each
+        total: int,                        # steps planned
+        levers: Mapping[str, float] = {},  # of the run, keys of LEVERS; a slider for each
     ) -> None:
         super().__init__(levers)
         self.status, self.light, self.pictures, self.samples = w.Label(), *(w.HTML() for _ in range(3))
@@ -476,7 +476,7 @@ class Face(Controls):
 
     def say(
         self,
-        progress:Progress, # of the run
+        progress: Progress,  # of the run
     ) -> None:
         """Refresh the cheap things: words, bar and light; the buttons too, once they have done their work."""
         halt = next((word for word in ('stopped', 'failed', 'ended', 'paused') if getattr(self, word)), '').capitalize()
@@ -492,7 +492,7 @@ class Face(Controls):
             sliders = [lever.slider for lever in self.levers.values()]
             for each in (self.stop, self.pause, self.checkpoint, *sliders): each.disabled = True
 
-    def _ipython_display_(self) -> None: # with a line of text where widgets cannot be shown
+    def _ipython_display_(self) -> None:  # with a line of text where widgets cannot be shown
         display(self.box._repr_mimebundle_() | {'text/plain': f'Dashboard: {self.status.value}'}, raw=True)
 
 # %% ../nbs/17_dashboard.ipynb #4cb16878
@@ -500,17 +500,17 @@ class Showing(Face):
     """The widgets, filled from what is known of a run, and no oftener than is worth the time."""
     def __init__(
         self,
-        total_steps:int,           # optimiser steps planned
-        kl_target:float|None=None, # marked in the KL panel, nats per token
-        shown:int=3,               # completions in the table
-        clock:Callable[[], float]=time.perf_counter, # time in s
-        levers:Mapping[str,float]={}, # what can be changed, as the run has it: kl_coef, lr_scale; a slider for each
+        total_steps: int,                # optimiser steps planned
+        kl_target: float | None = None,  # marked in the KL panel, nats per token
+        shown: int = 3,                  # completions in the table
+        clock: Callable[[], float] = time.perf_counter,  # time in s
+        levers: Mapping[str, float] = {},  # what can be changed, as the run has it: kl_coef, lr_scale; a slider each
     ) -> None:
         super().__init__(total_steps, levers)
         self.progress, self.charts, self.shown = Progress(total_steps, clock), Curves(kl_target=kl_target), shown
         self._words, self._picture, self._rows = Throttle(.1, clock=clock), Throttle(.5, clock=clock), None
         self.say(self.progress)
-        self._draw() # empty charts, outside the throttle: the first picture costs several times the later ones
+        self._draw()  # empty charts, outside the throttle: the first picture costs several times the later ones
 
     @property
     def figure(self) -> Picture:
@@ -522,13 +522,13 @@ class Showing(Face):
         if not self.paused: self.progress.rest()
         self._refresh(force=True)
 
-    def _refresh(self, force:bool) -> None:
+    def _refresh(self, force: bool) -> None:
         self._words.run(lambda: self.say(self.progress), force)
         self._picture.run(self._draw, force)
 
     def _draw(self) -> None:
         self.curves.value = self.figure._repr_png_()
-        rows, self._rows = self._rows, None # once
+        rows, self._rows = self._rows, None  # once
         if rows is not None and len(rows):
             self.pictures.value = boards_html(rows) + histogram_svg(rows)
             self.samples.value = samples_html(rows, self.shown)
@@ -538,8 +538,8 @@ class Dashboard(Showing):
     """Live curves, light and completions of a run, with buttons and sliders; it sees only numbers and rows."""
     def update(
         self,
-        metrics:Mapping[str,float], # one optimiser step, by the registry's names; levers too
-        rows:Rows|None=None,        # sampled completions with reward parts; None: keep the last
+        metrics: Mapping[str, float],  # one optimiser step, by the registry's names; levers too
+        rows: Rows | None = None,      # sampled completions with reward parts; None: keep the last
     ) -> None:
         """Take a step in, and show it as soon as showing is worth the time."""
         self.progress.add(metrics)
@@ -550,8 +550,8 @@ class Dashboard(Showing):
 
     async def listen(
         self,
-        fulfil:Callable[[str, float|None], str], # (name, value) -> what was done, in words; such as `steer` of a run
-    ) -> bool:                                   # False once Stop was clicked
+        fulfil: Callable[[str, float | None], str],  # (name, value) -> what was done, in words; as `steer` of a run
+    ) -> bool:                                      # False once Stop was clicked
         """Breathe between two steps: hear clicks, hand the wishes on, hold while paused."""
         while True:
             await asyncio.sleep(.02)
@@ -563,8 +563,8 @@ class Dashboard(Showing):
 
     def end(
         self,
-        reason:str='',     # why the run ended, in words
-        failed:bool=False, # True: something went wrong, be it in the very last step
+        reason: str = '',      # why the run ended, in words
+        failed: bool = False,  # True: something went wrong, be it in the very last step
     ) -> None:
         """Show a run that is over, whatever ended it, to its last row; call it after the loop."""
         self.ended, self.failed = True, failed

@@ -32,9 +32,9 @@ from .tasks import ANSWER_TOKENS, MAX_MOVES, parse_env, parse_policy
 # %% ../nbs/15_evaluate.ipynb #de65d3cb
 class TaskMetric(NamedTuple):
     """A metric of one completion."""
-    unit: str    # 'share' (0 or 1, or a fraction), 'pawns', 'probability', 'reward'
-    meaning: str # how it is computed
-    source: str  # where the definition comes from
+    unit: str     # 'share' (0 or 1, or a fraction), 'pawns', 'probability', 'reward'
+    meaning: str  # how it is computed
+    source: str   # where the definition comes from
 
 
 REWARD = TaskMetric('reward', 'what the scorer pays, without curriculum and normalisation', 'rewards notebook')
@@ -79,17 +79,17 @@ ROUNDING = 1e-9  # pawns; evaluations are decimals, their differences are not
 
 
 def clip_pawns(
-    pawns: float, # an evaluation
-) -> float:       # the same, between -10 and 10
+    pawns: float,  # an evaluation
+) -> float:        # the same, between -10 and 10
     """Clip an evaluation, so that one mate score does not drown a mean."""
     return max(-EVAL_CLIP, min(EVAL_CLIP, pawns))
 
 
 def best_move_metrics(
-    best: str | None,   # the move chosen
-    truth: PolicyTruth, # legal moves and the engine's view
-    label: str | None,  # the B: field of the stored target
-) -> dict[str, float]:  # metrics of the best move alone
+    best: str | None,    # the move chosen
+    truth: PolicyTruth,  # legal moves and the engine's view
+    label: str | None,   # the B: field of the stored target
+) -> dict[str, float]:   # metrics of the best move alone
     """Measure the move that would be played."""
     listed = best in truth.pawns
     lost = max(truth.pawns.values()) - truth.pawns[best] if listed else math.inf
@@ -102,9 +102,9 @@ def best_move_metrics(
 
 # %% ../nbs/15_evaluate.ipynb #603a7e27
 def policy_metrics(
-    text: str,         # a P: completion
-    sample: Sample,    # its prompt and stored target
-) -> dict[str, float]: # the metrics of POLICY_METRICS but reward; NaN where there is nothing to measure
+    text: str,          # a P: completion
+    sample: Sample,     # its prompt and stored target
+) -> dict[str, float]:  # the metrics of POLICY_METRICS but reward; NaN where there is nothing to measure
     """Measure one policy completion."""
     truth, answer = find_truth(sample.prompt, sample.completion, None), read_policy(text)
     possible, moves = min(MAX_MOVES, len(truth.legal)), answer.moves[:MAX_MOVES]
@@ -139,10 +139,10 @@ def outcome(
 
 
 def move_class(
-    fen: str,       # position before the move
-    uci: str,       # the move
-    truth: EnvStep, # what it leads to
-) -> str:           # one of CLASSES
+    fen: str,        # position before the move
+    uci: str,        # the move
+    truth: EnvStep,  # what it leads to
+) -> str:            # one of CLASSES
     """The class of a move: its outcome if that is special, else its kind."""
     what = outcome(truth.reward, truth.terminated, truth.truncated)
     if what != 'ordinary' or uci not in legal_moves(fen):    # a stored target may call an impossible move ordinary
@@ -226,17 +226,17 @@ def completions(
 
 # %% ../nbs/15_evaluate.ipynb #9ab7a6ad
 def evaluate(
-    model: GPT,                          # the policy
-    tokenizer: Tokenizer,                # its own
-    samples: Sequence[Sample],           # held-out prompts with stored targets, both tasks in any order
-    temperature: float = 0.,             # of sampling; 0 is greedy
-    seed: int = 0,                       # of the noise
-    scorer: RewardScorer | None = None,  # pays the reward column; None is the default configuration
-    samples_per_prompt: int = 1,         # completions of each prompt
-    max_new_tokens: int = ANSWER_TOKENS, # longest completion
-    batch_size: int = 256,               # completions sampled together, whole groups
-    ranks: Ranks = ALONE,                # processes that share the sampling; each gets the whole table
-) -> pd.DataFrame:                       # as metrics_table, in the order of the samples
+    model: GPT,                           # the policy
+    tokenizer: Tokenizer,                 # its own
+    samples: Sequence[Sample],            # held-out prompts with stored targets, both tasks in any order
+    temperature: float = 0.,              # of sampling; 0 is greedy
+    seed: int = 0,                        # of the noise
+    scorer: RewardScorer | None = None,   # pays the reward column; None is the default configuration
+    samples_per_prompt: int = 1,          # completions of each prompt
+    max_new_tokens: int = ANSWER_TOKENS,  # longest completion
+    batch_size: int = 256,                # completions sampled together, whole groups
+    ranks: Ranks = ALONE,                 # processes that share the sampling; each gets the whole table
+) -> pd.DataFrame:                        # as metrics_table, in the order of the samples
     """Sample completions of held-out prompts and measure them; the same seed gives the same table."""
     if not samples:
         raise EvaluationError('there are no samples to evaluate; give at least one')
@@ -252,8 +252,8 @@ def evaluate(
 
 # %% ../nbs/15_evaluate.ipynb #8da6ee05
 def chance_line(
-    samples: Sequence[Sample], # with stored targets
-) -> pd.Series:                # by (task, metric): expected value without any skill, computed exactly
+    samples: Sequence[Sample],  # with stored targets
+) -> pd.Series:                 # by (task, metric): expected value without any skill, computed exactly
     """Uniformly random legal moves for P, always the ordinary outcome for A."""
     chances = []
     for sample in samples:
@@ -272,11 +272,11 @@ def chance_line(
 
 # %% ../nbs/15_evaluate.ipynb #15371793
 def bootstrap_interval(
-    values: np.ndarray,    # (n,) one value per prompt
-    resamples: int = 1000, # how often the prompts are drawn anew
-    seed: int = 0,         # of the resampling
-    level: float = .95,    # coverage
-) -> tuple[float, float]:  # lower and upper bound of the mean
+    values: np.ndarray,     # (n,) one value per prompt
+    resamples: int = 1000,  # how often the prompts are drawn anew
+    seed: int = 0,          # of the resampling
+    level: float = .95,     # coverage
+) -> tuple[float, float]:   # lower and upper bound of the mean
     """Percentile bootstrap of a mean (Efron 1979)."""
     rng = np.random.default_rng(seed)
     means = [values[rng.integers(len(values), size=len(values))].mean() for _ in range(resamples)]
@@ -285,10 +285,10 @@ def bootstrap_interval(
 
 
 def wilson_interval(
-    successes: float,     # how often it happened; halves where draws or several samples are averaged
-    trials: int,          # out of how many
-    z: float = 1.96,      # normal quantile; 1.96 is 95 %
-) -> tuple[float, float]: # lower and upper bound of the share
+    successes: float,      # how often it happened; halves where draws or several samples are averaged
+    trials: int,           # out of how many
+    z: float = 1.96,       # normal quantile; 1.96 is 95 %
+) -> tuple[float, float]:  # lower and upper bound of the share
     """Interval of a proportion that stays honest at 0, at 1 and for few trials (Wilson 1927)."""
     if trials == 0:
         return 0., 1.
@@ -298,11 +298,11 @@ def wilson_interval(
 
 # %% ../nbs/15_evaluate.ipynb #a1c5e0d7
 def mean_interval(
-    values: np.ndarray,    # (n,) one value a unit, NaN left out
-    shares: bool = True,   # zeros and ones are yes and no; False: any measure, which may happen to be 0 and 1
-    resamples: int = 1000, # of the bootstrap
-    seed: int = 0,         # of the bootstrap
-) -> dict[str, float]:     # mean, low, high (95 %), n
+    values: np.ndarray,     # (n,) one value a unit, NaN left out
+    shares: bool = True,    # zeros and ones are yes and no; False: any measure, which may happen to be 0 and 1
+    resamples: int = 1000,  # of the bootstrap
+    seed: int = 0,          # of the bootstrap
+) -> dict[str, float]:      # mean, low, high (95 %), n
     """Mean with Wilson's interval where every value is yes or no, none where all are equal, else the bootstrap's."""
     values = values[~np.isnan(values)]
     if shares and len(values) and np.isin(values, (0, 1)).all():
@@ -315,9 +315,9 @@ def mean_interval(
 
 # %% ../nbs/15_evaluate.ipynb #0ef517cb
 def by_prompt(
-    table: pd.DataFrame, # one row a completion
-    metric: str,         # a column of it
-) -> pd.Series:          # by (task, temperature, prompt): mean over the samples of a prompt, NaN left out
+    table: pd.DataFrame,  # one row a completion
+    metric: str,          # a column of it
+) -> pd.Series:           # by (task, temperature, prompt): mean over the samples of a prompt, NaN left out
     """Average the samples of a prompt, because they are not independent."""
     if metric not in table:
         raise EvaluationError(f'no column {metric!r}; valid: {", ".join(HELDOUT_COLUMNS)}')
@@ -325,10 +325,10 @@ def by_prompt(
 
 
 def summarise(
-    table: pd.DataFrame,   # one row a completion
-    resamples: int = 1000, # of the bootstrap
-    seed: int = 0,         # of the bootstrap
-) -> pd.DataFrame:         # by (task, temperature, metric): mean, low, high (95 %), n prompts
+    table: pd.DataFrame,    # one row a completion
+    resamples: int = 1000,  # of the bootstrap
+    seed: int = 0,          # of the bootstrap
+) -> pd.DataFrame:          # by (task, temperature, metric): mean, low, high (95 %), n prompts
     """Mean of every metric over prompts, with the interval of `mean_interval`."""
     rows = []
     for (task, temperature), part in table.groupby(['task', 'temperature']):
@@ -356,8 +356,8 @@ def select_rows(
 
 
 def recall_table(
-    table: pd.DataFrame, # one row a completion, of one temperature
-) -> pd.DataFrame:       # by true class: n prompts, recall, low, high (Wilson 95 %), state_exact, false_alarms
+    table: pd.DataFrame,  # one row a completion, of one temperature
+) -> pd.DataFrame:        # by true class: n prompts, recall, low, high (Wilson 95 %), state_exact, false_alarms
     """Task A by class: share with reward and flags right; false alarms call a plain move mate, draw or illegal."""
     rows = select_rows(table, 'A')
     if rows['temperature'].nunique() > 1:
@@ -377,10 +377,10 @@ def recall_table(
 # %% ../nbs/15_evaluate.ipynb #3421550e
 class Difference(NamedTuple):
     """A paired difference over prompts."""
-    mean: float           # after - before
-    standard_error: float # of the mean; NaN for a single prompt
-    z: float              # mean / standard_error
-    n: int                # prompts that have a value in both
+    mean: float            # after - before
+    standard_error: float  # of the mean; NaN for a single prompt
+    z: float               # mean / standard_error
+    n: int                 # prompts that have a value in both
 
 # %% ../nbs/15_evaluate.ipynb #db458e1b
 def paired_difference(
@@ -406,10 +406,10 @@ def paired_difference(
 
 # %% ../nbs/15_evaluate.ipynb #2a865d80
 def compare(
-    before: pd.DataFrame,            # one row a completion, any number of temperatures
-    after: pd.DataFrame,             # the same prompts and temperatures
-    chance: pd.Series | None = None, # chance line of the samples, adds a column
-) -> pd.DataFrame:                   # by (task, temperature, metric): before, after, difference, standard_error, z, n
+    before: pd.DataFrame,             # one row a completion, any number of temperatures
+    after: pd.DataFrame,              # the same prompts and temperatures
+    chance: pd.Series | None = None,  # chance line of the samples, adds a column
+) -> pd.DataFrame:                    # by (task, temperature, metric): before, after, difference, standard_error, z, n
     """The before/after table, every metric at every temperature; all means are over the n prompts with both values."""
     rows, settings = [], set(zip(before['task'], before['temperature']))
     for task, temperature in sorted(settings, key=lambda setting: (setting[0] != 'P', -setting[1])):

@@ -24,9 +24,9 @@ class MissingInputError(RuntimeError):
 
 
 def by_group(
-    rewards:Tensor, # (B,) one per completion, the samples of a prompt next to each other
-    group_size:int, # G, completions per prompt, divides B
-)->Tensor:          # (B / G, G) float, one row per prompt
+    rewards: Tensor,  # (B,) one per completion, the samples of a prompt next to each other
+    group_size: int,  # G, completions per prompt, divides B
+) -> Tensor:          # (B / G, G) float, one row per prompt
     "Lay the rewards out with one group per row."
     if group_size < 1 or rewards.dim() != 1 or len(rewards) % group_size:
         raise BatchShapeError(f'rewards of shape {tuple(rewards.shape)} do not split by group_size={group_size}')
@@ -34,17 +34,17 @@ def by_group(
 
 # %% ../nbs/08_grpo.ipynb #c1b88400
 def leave_one_out_baseline(
-    groups:Tensor, # (P, G) rewards, one row per prompt, G >= 2
-)->Tensor:         # (P, G) for each completion the mean of the others in its group
+    groups: Tensor,  # (P, G) rewards, one row per prompt, G >= 2
+) -> Tensor:         # (P, G) for each completion the mean of the others in its group
     "Compare each completion with the mean of its neighbours."
     return (groups.sum(1, keepdim=True) - groups) / (groups.shape[1] - 1)
 
 
 def adaptive_baseline(
-    groups:Tensor,            # (P, G) rewards, one row per prompt
-    skew_limit:float=0.2,     # the median is taken where |mean - median| / std exceeds this, 0 to 1
-    spread_limit:float=0.3,   # or where std exceeds this, in units of reward
-)->Tensor:                    # (P, 1) median or mean of each group
+    groups: Tensor,             # (P, G) rewards, one row per prompt
+    skew_limit: float = 0.2,    # the median is taken where |mean - median| / std exceeds this, 0 to 1
+    spread_limit: float = 0.3,  # or where std exceeds this, in units of reward
+) -> Tensor:                    # (P, 1) median or mean of each group
     "Compare with the median where a group is skewed or wide, otherwise with the mean; std is the population's."
     mean, std = groups.mean(1, keepdim=True), groups.std(1, correction=0, keepdim=True)
     median = groups.quantile(0.5, dim=1, keepdim=True)
@@ -56,36 +56,36 @@ class EMATracker:
     """Running mean reward of each task: average <- momentum * average + (1 - momentum) * batch mean."""
 
     def __init__(self,
-        momentum:float=0.9, # share of the past that is kept, 0 to 1
+        momentum: float = 0.9,  # share of the past that is kept, 0 to 1
     ):
         if not 0 <= momentum < 1: raise SettingError(f'momentum={momentum} must be in [0, 1)')
         self.momentum, self.averages = momentum, {}
 
     def observe(self,
-        task:str,   # which running mean
-        mean:float, # mean reward of the task's completions in this batch; not finite: not taken in
-    )->float:       # the running mean before this batch; the batch's own mean if it is the first
+        task: str,    # which running mean
+        mean: float,  # mean reward of the task's completions in this batch; not finite: not taken in
+    ) -> float:       # the running mean before this batch; the batch's own mean if it is the first
         "Return the past average of `task`, then take the batch into it."
         past = self.averages.get(task, mean)
         if math.isfinite(mean): self.averages[task] = self.momentum * past + (1 - self.momentum) * mean
         return past
 
-    def state_dict(self)->dict[str, float]: # plain values, one per task
+    def state_dict(self) -> dict[str, float]:  # plain values, one per task
         "What a checkpoint must hold."
         return dict(self.averages)
 
     def load_state_dict(self,
-        state:dict[str, float], # from `state_dict`
-    )->None:
+        state: dict[str, float],  # from `state_dict`
+    ) -> None:
         "Continue from a checkpoint."
         self.averages = {task: float(average) for task, average in state.items()}
 
 # %% ../nbs/08_grpo.ipynb #51e355dc
 def ema_baseline(
-    groups:Tensor,                    # (P, G) rewards, one row per prompt
-    tracker:EMATracker|None=None,     # memory of earlier batches, updated here; None: no past
-    tasks:Sequence[str]|None=None,    # P task names, one per prompt; None: one task
-)->Tensor:                            # (P, 1) running mean of each prompt's task, before this batch
+    groups: Tensor,                      # (P, G) rewards, one row per prompt
+    tracker: EMATracker | None = None,   # memory of earlier batches, updated here; None: no past
+    tasks: Sequence[str] | None = None,  # P task names, one per prompt; None: one task
+) -> Tensor:                             # (P, 1) running mean of each prompt's task, before this batch
     "Compare with the running mean of earlier batches of the same task, and take this batch into it."
     tracker = EMATracker() if tracker is None else tracker
     tasks = [''] * len(groups) if tasks is None else list(tasks)
@@ -103,13 +103,13 @@ STD_FLOOR = 1e-4  # added to the spread before dividing by it
 
 
 def compute_advantages(
-    rewards:Tensor,                 # (B,) one per completion, the samples of a prompt next to each other
-    group_size:int,                 # G, completions per prompt, divides B
-    baseline:str='group_mean',      # group_mean | ema | adaptive | leave_one_out
-    scale_rewards:str='group',      # divide by the std (ddof 1) of the group | batch | none
-    tracker:EMATracker|None=None,   # the memory of `ema`, updated here; None: no past
-    tasks:Sequence[str]|None=None,  # for `ema`: B / G task names, one per prompt; None: one task
-)->Tensor:                          # (B,) advantages, no unit; exactly 0 in a group of equal rewards, NaN beside a NaN
+    rewards: Tensor,                    # (B,) one per completion, the samples of a prompt next to each other
+    group_size: int,                    # G, completions per prompt, divides B
+    baseline: str = 'group_mean',       # group_mean | ema | adaptive | leave_one_out
+    scale_rewards: str = 'group',       # divide by the std (ddof 1) of the group | batch | none
+    tracker: EMATracker | None = None,  # the memory of `ema`, updated here; None: no past
+    tasks: Sequence[str] | None = None,  # for `ema`: B / G task names, one per prompt; None: one task
+) -> Tensor:                            # (B,), no unit; exactly 0 in a group of equal rewards, NaN beside a NaN
     "Subtract the baseline, divide by the spread; a group of equal rewards (so every group of one) gets exactly 0."
     check_option('baseline', baseline, BASELINES)
     check_option('scale_rewards', scale_rewards, REWARD_SCALES)
@@ -130,11 +130,11 @@ IMPORTANCE_LEVELS = ('token', 'sequence')
 
 
 def importance_ratio(
-    logprobs:Tensor,              # (B, T) log pi of the sampled tokens, nats
-    old_logprobs:Tensor,          # (B, T) the same tokens under the policy that sampled them, nats, no grad
-    completion_mask:Tensor,       # (B, T) True up to and including the end token
-    importance_level:str='token', # token | sequence (exp of the mean log-ratio)
-)->Tensor:                        # (B, T) or (B, 1) pi / pi_old; 1 where masked, whatever stands there
+    logprobs: Tensor,                 # (B, T) log pi of the sampled tokens, nats
+    old_logprobs: Tensor,             # (B, T) the same tokens under the policy that sampled them, nats, no grad
+    completion_mask: Tensor,          # (B, T) True up to and including the end token
+    importance_level: str = 'token',  # token | sequence (exp of the mean log-ratio)
+) -> Tensor:                          # (B, T) or (B, 1) pi / pi_old; 1 where masked, whatever stands there
     "Weigh each token, or each sequence, by how much more likely it has become since it was sampled."
     check_option('importance_level', importance_level, IMPORTANCE_LEVELS)
     mask = completion_mask.bool()
@@ -144,11 +144,11 @@ def importance_ratio(
 
 # %% ../nbs/08_grpo.ipynb #f96da95a
 def policy_term(
-    ratio:Tensor,          # (B, T) or (B, 1) pi / pi_old
-    advantages:Tensor,     # (B, T) or (B, 1)
-    clip_low:float=0.2,    # the ratio of a bad token counts down to 1 - clip_low, >= 0
-    clip_high:float=0.2,   # the ratio of a good token counts up to 1 + clip_high, >= 0
-)->Tensor:                 # (B, T) or (B, 1) loss of each token before averaging
+    ratio: Tensor,           # (B, T) or (B, 1) pi / pi_old
+    advantages: Tensor,      # (B, T) or (B, 1)
+    clip_low: float = 0.2,   # the ratio of a bad token counts down to 1 - clip_low, >= 0
+    clip_high: float = 0.2,  # the ratio of a good token counts up to 1 + clip_high, >= 0
+) -> Tensor:                 # (B, T) or (B, 1) loss of each token before averaging
     "PPO's clipped objective, negated: -min(w A, clip(w, 1 - clip_low, 1 + clip_high) A)."
     if not (clip_low >= 0 and clip_high >= 0):
         raise SettingError(f'clip_low={clip_low} and clip_high={clip_high} must be >= 0')
@@ -159,9 +159,9 @@ LOSS_TYPES = ('grpo', 'bnpo', 'dr_grpo', 'dapo')
 
 
 def count_items(
-    completion_mask:Tensor, # (B, T) True up to and including the end token
-    loss_type:str='dapo',   # grpo | bnpo | dr_grpo | dapo
-)->Tensor:                  # () completions for grpo and dr_grpo, active tokens for bnpo and dapo
+    completion_mask: Tensor,  # (B, T) True up to and including the end token
+    loss_type: str = 'dapo',  # grpo | bnpo | dr_grpo | dapo
+) -> Tensor:                  # () completions for grpo and dr_grpo, active tokens for bnpo and dapo
     "Count what the loss is divided by, `num_items`; sum it over micro-batches, and devices that add their gradients."
     check_option('loss_type', loss_type, LOSS_TYPES)
     mask = completion_mask.bool()
@@ -169,12 +169,12 @@ def count_items(
 
 
 def aggregate(
-    values:Tensor,                       # (B, T) or (B, 1) one per token, or per completion
-    completion_mask:Tensor,              # (B, T) True up to and including the end token
-    loss_type:str='dapo',                # grpo | bnpo | dr_grpo | dapo
-    max_completion_length:int|None=None, # tokens, only for dr_grpo, which cannot do without
-    num_items:Tensor|float|None=None,    # `count_items` of the whole step; None: this batch is the whole step
-)->Tensor:                               # () weighted mean over the active tokens
+    values: Tensor,                            # (B, T) or (B, 1) one per token, or per completion
+    completion_mask: Tensor,                   # (B, T) True up to and including the end token
+    loss_type: str = 'dapo',                   # grpo | bnpo | dr_grpo | dapo
+    max_completion_length: int | None = None,  # tokens, only for dr_grpo, which cannot do without
+    num_items: Tensor | float | None = None,   # `count_items` of the whole step; None: this batch is the whole step
+) -> Tensor:                                   # () weighted mean over the active tokens
     "Average over the active tokens; a value at a masked one does not matter, nor does its gradient if it is finite."
     items = count_items(completion_mask, loss_type) if num_items is None else torch.as_tensor(num_items)
     mask = completion_mask.bool()
@@ -188,13 +188,13 @@ def aggregate(
 
 # %% ../nbs/08_grpo.ipynb #db97e89f
 def loss_metrics(
-    ratio:Tensor,           # (B, T) or (B, 1) pi / pi_old
-    advantages:Tensor,      # (B, T) or (B, 1)
-    completion_mask:Tensor, # (B, T) True up to and including the end token
-    clip_low:float,         # as in the loss
-    clip_high:float,        # as in the loss
-    **tokens:Tensor|None,   # (B, T) named quantities (kl, entropy) to average over the active tokens; None: left out
-)->dict[str, Tensor]:       # metric name -> () value
+    ratio: Tensor,            # (B, T) or (B, 1) pi / pi_old
+    advantages: Tensor,       # (B, T) or (B, 1)
+    completion_mask: Tensor,  # (B, T) True up to and including the end token
+    clip_low: float,          # as in the loss
+    clip_high: float,         # as in the loss
+    **tokens: Tensor | None,  # (B, T) named quantities (kl, entropy) to average over the active tokens; None: left out
+) -> dict[str, Tensor]:       # metric name -> () value
     "Say where clipping acts, how far the policy moved, and the mean of each named quantity."
     mask = completion_mask.bool()
     def active(values): return mask if values.shape[1] == mask.shape[1] else mask.any(1, keepdim=True)
@@ -212,7 +212,7 @@ def loss_metrics(
     return metrics
 
 # %% ../nbs/08_grpo.ipynb #81a19ca4
-def _check_loss(kl_coef:float, advantages:Tensor, completion_mask:Tensor, **tensors:Tensor|None)->Tensor:
+def _check_loss(kl_coef: float, advantages: Tensor, completion_mask: Tensor, **tensors: Tensor | None) -> Tensor:
     "Refuse a weight below 0 and tensors that do not match (B, T); return the advantages as (B, T) or (B, 1)."
     if not 0 <= kl_coef < math.inf: raise SettingError(f'kl_coef={kl_coef} must be finite and at least 0')
     check_shapes(**tensors, completion_mask=completion_mask)
@@ -235,7 +235,7 @@ def _kl_term(logprobs, ref_logprobs, token_kl, mask, estimator, ratio):
     return token_kl if token_kl is None or ratio is None else reweight_kl(token_kl, ratio, estimator)
 
 
-def _needed(setting:str, values:Tensor|None, source:str, logprobs:Tensor)->Tensor:
+def _needed(setting: str, values: Tensor | None, source: str, logprobs: Tensor) -> Tensor:
     "Return `values`, unless they are missing or cut off from the graph that `logprobs` has."
     if values is None: raise MissingInputError(f'{setting} needs {source}, got None')
     if logprobs.requires_grad and torch.is_grad_enabled() and not values.requires_grad:
@@ -244,24 +244,24 @@ def _needed(setting:str, values:Tensor|None, source:str, logprobs:Tensor)->Tenso
 
 # %% ../nbs/08_grpo.ipynb #a6592999
 def grpo_loss(
-    logprobs:Tensor,                # (B, T) log pi of the sampled tokens, nats, fp32, with grad
-    old_logprobs:Tensor,            # (B, T) the same tokens under the policy that sampled them, nats
-    ref_logprobs:Tensor|None,       # (B, T) the same tokens under the reference, nats; None if no sampled KL is wanted
-    advantages:Tensor,              # (B,) one per completion, or (B, T) one per token
-    completion_mask:Tensor,         # (B, T) True up to and including the end token
-    clip_low:float=0.2,             # PPO range below 1, >= 0
-    clip_high:float=0.2,            # PPO range above 1, >= 0
-    kl_coef:float=0.0,              # weight of the KL term, >= 0
-    kl_estimator:str='kl3',         # kl1 | kl2 | kl3 from sampled tokens, forward | reverse | symmetric: see token_kl
-    kl_unbiased:bool=True,          # reweight the estimate: with ratios of tokens its gradient is that of KL(pi || ref)
-    loss_type:str='dapo',           # grpo | bnpo | dr_grpo | dapo
-    importance_level:str='token',   # token | sequence
-    max_completion_length:int|None=None, # tokens, needed by dr_grpo alone
-    num_items:Tensor|float|None=None, # `count_items` of the whole step when this is one micro-batch of it
-    token_kl:Tensor|None=None,      # (B, T) `exact_kl`, with grad, for the estimators forward | reverse | symmetric
-    entropy:Tensor|None=None,       # (B, T) exact entropy of each next-token distribution, nats; with grad for a bonus
-    entropy_coef:float=0.0,         # weight of the entropy bonus
-)->tuple[Tensor, dict[str, float]]: # () loss, and the metrics by name
+    logprobs: Tensor,                # (B, T) log pi of the sampled tokens, nats, fp32, with grad
+    old_logprobs: Tensor,            # (B, T) the same tokens under the policy that sampled them, nats
+    ref_logprobs: Tensor | None,     # (B, T) the same tokens under the reference, nats; None if no sampled KL is wanted
+    advantages: Tensor,              # (B,) one per completion, or (B, T) one per token
+    completion_mask: Tensor,         # (B, T) True up to and including the end token
+    clip_low: float = 0.2,           # PPO range below 1, >= 0
+    clip_high: float = 0.2,          # PPO range above 1, >= 0
+    kl_coef: float = 0.0,            # weight of the KL term, >= 0
+    kl_estimator: str = 'kl3',       # kl1 | kl2 | kl3 from sampled tokens, forward | reverse | symmetric: see token_kl
+    kl_unbiased: bool = True,        # reweight the estimate: with token ratios its gradient is that of KL(pi || ref)
+    loss_type: str = 'dapo',         # grpo | bnpo | dr_grpo | dapo
+    importance_level: str = 'token',  # token | sequence
+    max_completion_length: int | None = None,  # tokens, needed by dr_grpo alone
+    num_items: Tensor | float | None = None,  # `count_items` of the whole step when this is one micro-batch of it
+    token_kl: Tensor | None = None,   # (B, T) `exact_kl`, with grad, for the estimators forward | reverse | symmetric
+    entropy: Tensor | None = None,    # (B, T) exact entropy of each next-token distribution, nats; grad for a bonus
+    entropy_coef: float = 0.0,        # weight of the entropy bonus
+) -> tuple[Tensor, dict[str, float]]:  # () loss, and the metrics by name
     "Clipped policy loss plus the KL term minus an entropy bonus, averaged as `loss_type` says."
     columns = _check_loss(kl_coef, advantages, completion_mask, logprobs=logprobs, old_logprobs=old_logprobs,
                           ref_logprobs=ref_logprobs, token_kl=token_kl, entropy=entropy)
@@ -284,9 +284,9 @@ def grpo_loss(
 
 # %% ../nbs/08_grpo.ipynb #836ac437
 def place_rewards(
-    rewards:Tensor,         # (B,) one per completion
-    completion_mask:Tensor, # (B, T) True up to and including the end token
-)->Tensor:                  # (B, T) the reward at the last active token, 0 elsewhere
+    rewards: Tensor,          # (B,) one per completion
+    completion_mask: Tensor,  # (B, T) True up to and including the end token
+) -> Tensor:                  # (B, T) the reward at the last active token, 0 elsewhere
     "Turn rewards of completions into rewards of tokens."
     mask = completion_mask.bool()
     last = mask & (mask.cumsum(1) == mask.sum(1, keepdim=True))
@@ -294,12 +294,12 @@ def place_rewards(
 
 
 def gae(
-    token_rewards:Tensor,    # (B, T) reward received with each token
-    values:Tensor,           # (B, T) the critic's prediction at each token, before its reward
-    completion_mask:Tensor,  # (B, T) True up to and including the end token
-    gamma:float=0.99,        # discount per token, 0 to 1
-    gae_lambda:float=0.95,   # 0: trust the critic (one step), 1: trust the rewards (whole rest), 0 to 1
-)->tuple[Tensor, Tensor]:    # (B, T) advantages, (B, T) targets of the critic; both without grad, 0 where masked
+    token_rewards: Tensor,     # (B, T) reward received with each token
+    values: Tensor,            # (B, T) the critic's prediction at each token, before its reward
+    completion_mask: Tensor,   # (B, T) True up to and including the end token
+    gamma: float = 0.99,       # discount per token, 0 to 1
+    gae_lambda: float = 0.95,  # 0: trust the critic (one step), 1: trust the rewards (whole rest), 0 to 1
+) -> tuple[Tensor, Tensor]:    # (B, T) advantages, (B, T) targets of the critic; both without grad, 0 where masked
     "Generalised advantage estimation along the tokens of each completion, never across completions."
     for name, value in (('gamma', gamma), ('gae_lambda', gae_lambda)):
         if not 0 <= value <= 1: raise SettingError(f'{name}={value} must be between 0 and 1')
@@ -315,11 +315,11 @@ def gae(
 
 # %% ../nbs/08_grpo.ipynb #5da731e1
 def value_loss(
-    values:Tensor,                    # (B, T) the critic's predictions, with grad
-    returns:Tensor,                   # (B, T) targets from `gae`, no grad
-    completion_mask:Tensor,           # (B, T) True up to and including the end token
-    num_items:Tensor|float|None=None, # active tokens of the whole step when this is one micro-batch of it
-)->Tensor:                            # () half the mean squared error over the active tokens
+    values: Tensor,                           # (B, T) the critic's predictions, with grad
+    returns: Tensor,                          # (B, T) targets from `gae`, no grad
+    completion_mask: Tensor,                  # (B, T) True up to and including the end token
+    num_items: Tensor | float | None = None,  # active tokens of the whole step when this is one micro-batch of it
+) -> Tensor:                                  # () half the mean squared error over the active tokens
     "Teach the critic: mean of (V - return)^2 / 2."
     check_shapes(values=values, returns=returns, completion_mask=completion_mask)
     error = (values - returns.detach()).masked_fill(~completion_mask.bool(), 0.)    # nan there would reach the gradient

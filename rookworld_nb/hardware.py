@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional    # imported while a group is up, its defaults would keep that group alive
+import torch.distributed.nn.functional  # noqa: F401 - imported later, its defaults keep a group alive
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.benchmark import Timer
@@ -71,7 +71,7 @@ class HardwareConfig:
 # %% ../nbs/10_hardware.ipynb #ab804d20
 def matmul_error(
     precision: str,               # highest | high | medium
-    device: torch.device | str = 'cpu', # where to multiply
+    device: torch.device | str = 'cpu',  # where to multiply
     size: int = 512,              # of the matrices, square
 ) -> float:                       # relative error of a product: float32 3e-7, TF32 about 3e-4, bfloat16 2e-3
     "What a level costs on this device; the level in force stays as it was."
@@ -87,7 +87,7 @@ def matmul_error(
 
 
 def exact_precision(
-    device: torch.device | str = 'cpu', # where to multiply
+    device: torch.device | str = 'cpu',  # where to multiply
 ) -> str:                         # medium or highest
     "*Medium* where its products are as exact as those of full float32, else *highest*."
     return 'medium' if matmul_error('medium', device) <= 4*matmul_error('highest', device) else 'highest'
@@ -106,7 +106,7 @@ def forward_operations(
 def group_operations(
     cfg: GPTConfig,   # of the model
     prompts: Tensor,  # (B,) tokens of each prompt
-    completions: Tensor, # (N,) tokens of each completion, N a multiple of B
+    completions: Tensor,  # (N,) tokens of each completion, N a multiple of B
 ) -> int:             # floating point operations
     "What a forward pass over groups of completions cannot do without; nothing follows a last token, so none reads it."
     read = (completions - 1).clamp(min=0).view(len(prompts), -1)    # of each completion
@@ -116,9 +116,9 @@ def group_operations(
 
 @lru_cache
 def product_rate(
-    device: torch.device, # where to multiply
-    bf16: bool,           # in bfloat16, else in float32 at the level in force
-) -> float:               # floating point operations a second
+    device: torch.device,  # where to multiply
+    bf16: bool,            # in bfloat16, else in float32 at the level in force
+) -> float:                # floating point operations a second
     "What large matrix products reach on this machine, the fastest of a few; measured once a process."
     size = 8192 if device.type == 'cuda' else 1024
     noise = torch.Generator(device).manual_seed(0)
@@ -266,7 +266,7 @@ def proc_bytes(
     return 1024*int(re.search(rf'^{name}:\s+(\d+) kB', text, re.MULTILINE)[1])
 
 
-def container_room() -> float: # bytes; infinite without a limit
+def container_room() -> float:  # bytes; infinite without a limit
     "What the limits of containers leave, each inside the next; cached files do not count, since the kernel drops them."
     try: own = re.search(r'^0::/(.*)$', Path('/proc/self/cgroup').read_text(encoding='utf-8'), re.MULTILINE)
     except OSError: own = None
@@ -418,9 +418,9 @@ class BatchSearch:
 
 # %% ../nbs/10_hardware.ipynb #afcef1a5
 def search_batch(
-    trial: Callable[[int, int], None],  # (batch_positions, group_size): a few whole steps
-    device: torch.device | str = 'cpu', # whose memory is watched
-    sizes: Sequence[tuple[int, int]] = SIZES, # (batch_positions, group_size), smallest first
+    trial: Callable[[int, int], None],   # (batch_positions, group_size): a few whole steps
+    device: torch.device | str = 'cpu',  # whose memory is watched
+    sizes: Sequence[tuple[int, int]] = SIZES,  # (batch_positions, group_size), smallest first
     target: float = 0.85,               # share of the memory that a batch may take, above 0, at most 1
 ) -> BatchSearch:
     "Try larger and larger batches until one takes more than its share."

@@ -25,27 +25,27 @@ class BatchShapeError(RuntimeError):
 
 
 def check_option(
-    name:str,            # the setting, as the user writes it
-    value:str,           # the word found in it
-    valid:Sequence[str], # the words it knows
-)->None:
+    name: str,             # the setting, as the user writes it
+    value: str,            # the word found in it
+    valid: Sequence[str],  # the words it knows
+) -> None:
     "Raise `SettingError`, naming the setting, the word and the valid words, unless `value` is valid."
     if value not in valid: raise SettingError(f"{name}={value!r} is not one of {', '.join(valid)}")
 
 
 def check_count(
-    name:str,    # the setting, as the user writes it
-    value:Any,   # what was found in it
-    least:int=1, # the smallest that is allowed
-)->None:
+    name: str,       # the setting, as the user writes it
+    value: Any,      # what was found in it
+    least: int = 1,  # the smallest that is allowed
+) -> None:
     "Raise `SettingError` unless `value` is a whole number of at least `least`."
     if type(value) is not int or value < least:    # True is none
         raise SettingError(f'{name}={value!r} must be a whole number of at least {least}')
 
 
 def check_shapes(
-    **tensors:Tensor|None, # by name; None is left out
-)->None:
+    **tensors: Tensor | None,  # by name; None is left out
+) -> None:
     "Raise `BatchShapeError` unless all have the shape of the first."
     (first, shape), *others = ((name, tuple(tensor.shape)) for name, tensor in tensors.items() if tensor is not None)
     for name, other in others:
@@ -58,10 +58,10 @@ KL_ESTIMATORS = SAMPLED_KL + EXACT_KL
 
 
 def per_token_kl(
-    logprobs:Tensor,       # (B, T) log pi of the sampled tokens, nats
-    ref_logprobs:Tensor,   # (B, T) the same tokens under the reference, nats, no grad
-    estimator:str='kl3',   # kl1 | kl2 | kl3
-)->Tensor:                 # (B, T) nats; kl2 and kl3 are never negative
+    logprobs: Tensor,        # (B, T) log pi of the sampled tokens, nats
+    ref_logprobs: Tensor,    # (B, T) the same tokens under the reference, nats, no grad
+    estimator: str = 'kl3',  # kl1 | kl2 | kl3
+) -> Tensor:                 # (B, T) nats; kl2 and kl3 are never negative
     "Estimate the KL to the reference at each token: d, d^2/2 or e^-d - 1 + d with d = logprobs - ref_logprobs."
     check_option('kl_estimator', estimator, SAMPLED_KL)
     check_shapes(logprobs=logprobs, ref_logprobs=ref_logprobs)
@@ -71,17 +71,17 @@ def per_token_kl(
     return torch.expm1(-difference) + difference
 
 # %% ../nbs/07_kl.ipynb #95bc14e3
-def _divergence(first:Tensor, second:Tensor)->Tensor:
+def _divergence(first: Tensor, second: Tensor) -> Tensor:
     "KL(first || second) from log-probabilities (..., V) -> (...), with 0 log 0 = 0."
     probs = first.exp()
     return (probs * (first - second).masked_fill(probs == 0, 0.0)).sum(-1)
 
 
 def exact_kl(
-    logits:Tensor,         # (B, T, V) the policy's, divided by the sampling temperature
-    ref_logits:Tensor,     # (B, T, V) the reference's, divided by the same temperature, no grad
-    direction:str='forward', # forward KL(pi||ref) | reverse KL(ref||pi) | symmetric, their mean
-)->Tensor:                 # (B, T) nats, fp32 (fp64 if the logits are)
+    logits: Tensor,      # (B, T, V) the policy's, divided by the sampling temperature
+    ref_logits: Tensor,  # (B, T, V) the reference's, divided by the same temperature, no grad
+    direction: str = 'forward',  # forward KL(pi||ref) | reverse KL(ref||pi) | symmetric, their mean
+) -> Tensor:  # (B, T) nats, fp32 (fp64 if the logits are)
     "Compute the KL divergence between two next-token distributions by summing over the vocabulary."
     check_option('direction', direction, EXACT_KL)
     check_shapes(logits=logits, ref_logits=ref_logits)
@@ -93,10 +93,10 @@ def exact_kl(
 
 # %% ../nbs/07_kl.ipynb #a25edc15
 def reweight_kl(
-    kl:Tensor,       # (B, T) per-token KL, nats
-    ratio:Tensor,    # (B, T) or (B, 1) pi / pi_old of the policy term, with its graph
-    estimator:str,   # the one that made `kl`: kl1 | kl2 | kl3 | forward | reverse | symmetric
-)->Tensor:           # (B, T) nats; if ratio is (B, T), its mean gradient over pi_old is that of KL(pi || ref)
+    kl: Tensor,      # (B, T) per-token KL, nats
+    ratio: Tensor,   # (B, T) or (B, 1) pi / pi_old of the policy term, with its graph
+    estimator: str,  # the one that made `kl`: kl1 | kl2 | kl3 | forward | reverse | symmetric
+) -> Tensor:         # (B, T) nats; if ratio is (B, T), its mean gradient over pi_old is that of KL(pi || ref)
     "Multiply a sampled estimate by the importance ratio; that of each token makes the gradient that of KL(pi || ref)."
     check_option('kl_estimator', estimator, KL_ESTIMATORS)
     if estimator in EXACT_KL: return kl
@@ -136,20 +136,20 @@ class KLController:
     STEP = 1.5  # factor of one correction, and of the dead band on either side of the target
 
     def __init__(self,
-        config:KLConfig, # coefficient, control, target, bounds and warm-up
+        config: KLConfig,  # coefficient, control, target, bounds and warm-up
     ):
         self.config, self.kl_coef = config, config.kl_coef
 
     def coefficient(self,
-        step:int, # optimiser step about to be taken, the first is 1
-    )->float:     # the weight of the KL term in that step
+        step: int,  # optimiser step about to be taken, the first is 1
+    ) -> float:     # the weight of the KL term in that step
         "The coefficient to use at `step`: the stored one, times the warm-up factor while the warm-up lasts."
         return self.kl_coef * (self.config.kl_warmup_factor if step <= self.config.kl_warmup_steps else 1.0)
 
     def update(self,
-        kl:float, # measured per-token mean, nats, of a non-negative estimator; nan changes nothing
-        step:int, # the last optimiser step before it was measured, the first is 1
-    )->float:     # the stored coefficient afterwards
+        kl: float,  # measured per-token mean, nats, of a non-negative estimator; nan changes nothing
+        step: int,  # the last optimiser step before it was measured, the first is 1
+    ) -> float:     # the stored coefficient afterwards
         "Move the stored coefficient by one factor if `kl` left its band; call once per batch of rollouts."
         config = self.config
         if config.kl_control == 'adaptive' and step > config.kl_warmup_steps:
@@ -157,12 +157,12 @@ class KLController:
             elif kl < config.kl_target / self.STEP: self.kl_coef = max(self.kl_coef / self.STEP, config.kl_coef_min)
         return self.kl_coef
 
-    def state_dict(self)->dict[str, float]: # plain values
+    def state_dict(self) -> dict[str, float]:  # plain values
         "What a checkpoint must hold: the coefficient without any warm-up."
         return {'kl_coef': self.kl_coef}
 
     def load_state_dict(self,
-        state:dict[str, float], # from `state_dict`
-    )->None:
+        state: dict[str, float],  # from `state_dict`
+    ) -> None:
         "Continue from a checkpoint, or with another coefficient; SettingError for one that the control cannot have."
         self.kl_coef = replace(self.config, kl_coef=float(state['kl_coef'])).kl_coef

@@ -43,11 +43,11 @@ class GPTConfig:
 
 # %% ../nbs/00_gpt2.ipynb #9e90edaf
 def attention(
-    q: Tensor,               # (B, H, T, d) queries
-    k: Tensor,               # (B, H, S, d) keys
-    v: Tensor,               # (B, H, S, d) values
-    bias: Tensor|None=None,  # broadcasts to (B, H, T, S): 0 where the key is visible, -inf where it is not
-) -> Tensor:                 # (B, H, T, d) for each query the weighted mean of the values
+    q: Tensor,                   # (B, H, T, d) queries
+    k: Tensor,                   # (B, H, S, d) keys
+    v: Tensor,                   # (B, H, S, d) values
+    bias: Tensor | None = None,  # broadcasts to (B, H, T, S): 0 where the key is visible, -inf where it is not
+) -> Tensor:                     # (B, H, T, d) for each query the weighted mean of the values
     r'$\mathrm{softmax}(q k^\top/\sqrt d + \mathrm{bias})\,v$, written out (Vaswani et al. 2017).'
     scores = (q*q.shape[-1]**-0.5) @ k.transpose(-1, -2)  # (B, H, T, S)
     if bias is not None: scores += bias
@@ -71,7 +71,7 @@ class SelfAttention(nn.Module):
     'Residual stream in, residual stream out; who sees whom is up to the `attend` it is handed.'
     def __init__(
         self,
-        cfg: GPTConfig, # widths
+        cfg: GPTConfig,  # widths
     ):
         super().__init__()
         self.n_head = cfg.n_head
@@ -80,9 +80,9 @@ class SelfAttention(nn.Module):
 
     def forward(
         self,
-        x: Tensor,        # (B, T, D)
-        attend: Callable, # (q, k, v), each (B, H, T, d) -> (B, H, T, d)
-    ) -> Tensor:          # (B, T, D)
+        x: Tensor,         # (B, T, D)
+        attend: Callable,  # (q, k, v), each (B, H, T, d) -> (B, H, T, d)
+    ) -> Tensor:           # (B, T, D)
         'Split into heads, attend, join.'
         qkv = self.c_attn(x).unflatten(-1, (3, self.n_head, -1))     # (B, T, 3, H, d)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)                         # each (B, H, T, d)
@@ -93,7 +93,7 @@ class MLP(nn.Module):
     'Four times wider, GELU in its tanh form, and back.'
     def __init__(
         self,
-        cfg: GPTConfig, # widths
+        cfg: GPTConfig,  # widths
     ):
         super().__init__()
         self.c_fc = nn.Linear(cfg.n_embd, 4*cfg.n_embd)
@@ -101,8 +101,8 @@ class MLP(nn.Module):
 
     def forward(
         self,
-        x: Tensor, # (..., D)
-    ) -> Tensor:   # (..., D)
+        x: Tensor,  # (..., D)
+    ) -> Tensor:    # (..., D)
         'Each token for itself.'
         return self.c_proj(F.gelu(self.c_fc(x), approximate='tanh'))
 
@@ -111,7 +111,7 @@ class Block(nn.Module):
     'Two additions to the residual stream: look at other tokens, then think about each alone.'
     def __init__(
         self,
-        cfg: GPTConfig, # widths
+        cfg: GPTConfig,  # widths
     ):
         super().__init__()
         self.ln_1, self.attn = nn.LayerNorm(cfg.n_embd), SelfAttention(cfg)
@@ -119,17 +119,17 @@ class Block(nn.Module):
 
     def forward(
         self,
-        x: Tensor,        # (B, T, D)
-        attend: Callable, # (q, k, v), each (B, H, T, d) -> (B, H, T, d)
-    ) -> Tensor:          # (B, T, D)
+        x: Tensor,         # (B, T, D)
+        attend: Callable,  # (q, k, v), each (B, H, T, d) -> (B, H, T, d)
+    ) -> Tensor:           # (B, T, D)
         'Attention, then the MLP.'
         x = x+self.attn(self.ln_1(x), attend)
         return x+self.mlp(self.ln_2(x))
 
 # %% ../nbs/00_gpt2.ipynb #266028c7
 def init_weights(
-    model: nn.Module, # a `Transformer`
-) -> None:            # its parameters are overwritten, from torch's global random state
+    model: nn.Module,  # a `Transformer`
+) -> None:             # its parameters are overwritten, from torch's global random state
     'Normal(0, 0.02), positions 0.01, biases 0; what writes into the residual stream 0.02 / sqrt(2 n_layer).'
     for name, p in model.named_parameters():
         if name.endswith('bias'): nn.init.zeros_(p)
@@ -140,15 +140,15 @@ def init_weights(
 @dataclass(frozen=True)
 class Rule:
     'What tells one use of the model from another: where the tokens stand, and whom they see.'
-    positions: Tensor|None  # (B, T) int64; None: 0 ... T-1 in every row
-    attend: Callable        # (layer, q, k, v), the last three (B, H, T, d) -> (B, H, T, d)
+    positions: Tensor | None  # (B, T) int64; None: 0 ... T-1 in every row
+    attend: Callable          # (layer, q, k, v), the last three (B, H, T, d) -> (B, H, T, d)
 
 # %% ../nbs/00_gpt2.ipynb #b761f006
 class Transformer(nn.Module):
     'GPT-2 without an opinion on attention: ids and a rule in, hidden states out.'
     def __init__(
         self,
-        cfg: GPTConfig, # every shape
+        cfg: GPTConfig,  # every shape
     ):
         super().__init__()
         self.cfg = cfg
@@ -162,9 +162,9 @@ class Transformer(nn.Module):
 
     def run(
         self,
-        ids: Tensor, # (B, T) int64 token ids
-        rule: Rule,  # positions and attention
-    ) -> Tensor:     # (B, T, D) hidden states after the last layer norm
+        ids: Tensor,  # (B, T) int64 token ids
+        rule: Rule,   # positions and attention
+    ) -> Tensor:      # (B, T, D) hidden states after the last layer norm
         'Embed, pass through the blocks, normalise.'
         where = self.wpe.weight[:ids.shape[1]] if rule.positions is None else self.wpe(rule.positions)
         x = self.wte(ids)+where                                   # (B, T, D)
@@ -177,23 +177,23 @@ class Transformer(nn.Module):
 
     def logits(
         self,
-        hidden: Tensor, # (..., D)
-    ) -> Tensor:        # (..., V)
+        hidden: Tensor,  # (..., D)
+    ) -> Tensor:         # (..., V)
         'Scores over the vocabulary: the token embedding, used backwards.'
         return F.linear(hidden, self.wte.weight)
 
 # %% ../nbs/00_gpt2.ipynb #a26789b5
 def token_positions(
-    mask: Tensor, # (B, T) bool, True at real tokens
-) -> Tensor:      # (B, T) int64, 0 at each row's first real token and at the padding before it
+    mask: Tensor,  # (B, T) bool, True at real tokens
+) -> Tensor:       # (B, T) int64, 0 at each row's first real token and at the padding before it
     'Positions count real tokens only, so that padding on either side changes nothing.'
     return (mask.long().cumsum(1)-1).clamp(min=0)
 
 # %% ../nbs/00_gpt2.ipynb #8551302b
 def padding_bias(
-    mask: Tensor,       # (B, T) bool, True at real tokens
-    dtype: torch.dtype, # of the scores
-) -> Tensor:            # (B, 1, T, T) 0 or -inf
+    mask: Tensor,        # (B, T) bool, True at real tokens
+    dtype: torch.dtype,  # of the scores
+) -> Tensor:             # (B, 1, T, T) 0 or -inf
     'The causal mask that also hides padding; every token sees itself, so that no softmax is empty.'
     itself = torch.eye(mask.shape[1], dtype=torch.bool, device=mask.device)
     visible = (mask[:, None, :] | itself).tril()                                         # (B, T, T)
@@ -201,10 +201,10 @@ def padding_bias(
 
 # %% ../nbs/00_gpt2.ipynb #df9d10bf
 def real_tokens(
-    ids: Tensor,                       # (B, T) int64 token ids
-    attention_mask: Tensor|None,       # (B, T) 1/True at real tokens; None: all are real
-    cfg: GPTConfig,                    # of the model
-) -> Tensor|None:                      # (B, T) bool, or None where every token is real
+    ids: Tensor,                    # (B, T) int64 token ids
+    attention_mask: Tensor | None,  # (B, T) 1/True at real tokens; None: all are real
+    cfg: GPTConfig,                 # of the model
+) -> Tensor | None:                 # (B, T) bool, or None where every token is real
     'Check a batch and its mask: their shapes, and that the model has so many positions.'
     check_ids(ids, cfg)
     if attention_mask is None: return None
@@ -217,7 +217,7 @@ def real_tokens(
 def check_ids(
     ids: Tensor,     # (B, T) int64
     cfg: GPTConfig,  # of the model
-    past: int=0,     # tokens before them, in the longest row
+    past: int = 0,   # tokens before them, in the longest row
 ) -> None:
     'A batch has rows and tokens; and positions are learned: there are none beyond `n_positions`.'
     if ids.dim() != 2 or 0 in ids.shape:
@@ -227,10 +227,10 @@ def check_ids(
 
 # %% ../nbs/00_gpt2.ipynb #0f2cb6eb
 def reading(
-    ids: Tensor,             # (B, T) int64 token ids
-    mask: Tensor|None,       # (B, T) bool, or None where every token is real
-    dtype: torch.dtype,      # of the model
-    memory: list|None=None,  # receives each layer's (keys, values), (B, H, T, d) each
+    ids: Tensor,                 # (B, T) int64 token ids
+    mask: Tensor | None,         # (B, T) bool, or None where every token is real
+    dtype: torch.dtype,          # of the model
+    memory: list | None = None,  # receives each layer's (keys, values), (B, H, T, d) each
 ) -> Rule:
     'The rule of a whole text: every token sees the real tokens up to itself.'
     T = ids.shape[1]
@@ -251,14 +251,14 @@ class Prefix:
     values: tuple[Tensor, ...]  # per layer (B, H, Tp, d)
     lengths: Tensor             # (B,) int64, real tokens of each prompt
     longest: int                # real tokens of the longest prompt
-    bias: Tensor|None           # (B, 1, 1, Tp) 0 at real tokens, -inf at padding; None where there is no padding
+    bias: Tensor | None         # (B, 1, 1, Tp) 0 at real tokens, -inf at padding; None where there is no padding
     last_hidden: Tensor         # (B, D) hidden state of each prompt's last real token
 
 
 def make_prefix(
-    hidden: Tensor,     # (B, Tp, D) hidden states of the prompts
-    mask: Tensor|None,  # (B, Tp) bool, or None where every token is real
-    memory: list,       # per layer (k, v), (B, H, Tp, d) each
+    hidden: Tensor,       # (B, Tp, D) hidden states of the prompts
+    mask: Tensor | None,  # (B, Tp) bool, or None where every token is real
+    memory: list,         # per layer (k, v), (B, H, Tp, d) each
 ) -> Prefix:
     'Pack up what reading the prompts left behind.'
     (B, Tp, _), device = hidden.shape, hidden.device
@@ -279,9 +279,9 @@ CACHE_BLOCK = 16  # tokens by which a cache grows
 @dataclass
 class KVCache:
     'Keys and values of the tokens decoded so far, in whole blocks; no gradient passes through it.'
-    length: int = 0           # tokens per row so far
-    n_slots: int = 0          # B*G, rows before any had ended; 0: as many as the first step brings
-    rows: Tensor|None = None  # (N,) int64, which of the B*G rows are left; None: all
+    length: int = 0             # tokens per row so far
+    n_slots: int = 0            # B*G, rows before any had ended; 0: as many as the first step brings
+    rows: Tensor | None = None  # (N,) int64, which of the B*G rows are left; None: all
     keys: list[Tensor] = field(default_factory=list)    # per layer (N, H, S, d), S whole blocks
     values: list[Tensor] = field(default_factory=list)  # per layer (N, H, S, d)
 
@@ -290,7 +290,7 @@ class KVCache:
         layer: int,  # 0 ... n_layer-1
         k: Tensor,   # (N, H, T, d) keys of the new tokens
         v: Tensor,   # (N, H, T, d) their values
-    ) -> tuple[Tensor, Tensor]: # (N, H, S, d) each: the layer's keys, its values
+    ) -> tuple[Tensor, Tensor]:  # (N, H, S, d) each: the layer's keys, its values
         'Write a layer of the new tokens behind the old ones; `length` moves on after the last layer.'
         N, H, T, d = k.shape
         end = self.length+T
@@ -305,7 +305,7 @@ class KVCache:
 
     def select(
         self,
-        rows: Tensor, # (n,) int64 indices into the present rows: those to keep, in order
+        rows: Tensor,  # (n,) int64 indices into the present rows: those to keep, in order
     ) -> None:
         'The other rows leave the batch; what stays is an empty slot each in the products with the prompts.'
         if rows.dtype != torch.int64: raise SequenceError(f'rows to keep are indices (int64), not {rows.dtype}')
@@ -315,37 +315,37 @@ class KVCache:
 
 # %% ../nbs/00_gpt2.ipynb #6778ae5a
 def grouped(
-    x: Tensor,               # (N, H, T, d) one entry per row
-    n_prompts: int,          # B
-    rows: Tensor|None=None,  # (N,) int64, the slots of these rows; None: they fill all slots, in order
-    n_slots: int=0,          # B*G; needed with `rows`
-) -> Tensor:                 # (B, H, G*T, d)
+    x: Tensor,                   # (N, H, T, d) one entry per row
+    n_prompts: int,              # B
+    rows: Tensor | None = None,  # (N,) int64, the slots of these rows; None: they fill all slots, in order
+    n_slots: int = 0,            # B*G; needed with `rows`
+) -> Tensor:                     # (B, H, G*T, d)
     "Put the samples of a prompt side by side, so that one matrix product serves them all."
     if rows is not None: x = x.new_zeros(n_slots, *x.shape[1:]).index_copy_(0, rows, x)
     return x.unflatten(0, (n_prompts, -1)).transpose(1, 2).flatten(2, 3)
 
 
 def ungrouped(
-    x: Tensor,               # (B, H, G*T, d)
-    n_tokens: int,           # T
-    rows: Tensor|None=None,  # (N,) int64, the slots wanted; None: all
-) -> Tensor:                 # (N, H, T, d)
+    x: Tensor,                   # (B, H, G*T, d)
+    n_tokens: int,               # T
+    rows: Tensor | None = None,  # (N,) int64, the slots wanted; None: all
+) -> Tensor:                     # (N, H, T, d)
     'The inverse of `grouped`.'
     x = x.unflatten(2, (-1, n_tokens)).transpose(1, 2).flatten(0, 1)
     return x if rows is None else x[rows]
 
 # %% ../nbs/00_gpt2.ipynb #50345b43
 def attend_after(
-    q: Tensor,               # (N, H, T, d) queries of the new tokens
-    k: Tensor,               # (N, H, S, d) keys of the rows' own tokens: `past`, then the T new ones, then anything
-    v: Tensor,               # (N, H, S, d) their values
-    prompt_k: Tensor,        # (B, H, Tp, d) keys of the prompts, never copied per sample
-    prompt_v: Tensor,        # (B, H, Tp, d) values of the prompts
-    bias: Tensor|None=None,  # (B, 1, 1, Tp) 0 or -inf, hides prompt padding
-    rows: Tensor|None=None,  # (N,) int64, slots of the rows that are left; None: all
-    n_slots: int=0,          # B*G; needed with `rows`
-    past: int=0,             # own tokens before the new ones
-) -> Tensor:                 # (N, H, T, d)
+    q: Tensor,                   # (N, H, T, d) queries of the new tokens
+    k: Tensor,                   # (N, H, S, d) keys of the rows' own tokens: `past`, then the T new ones, then anything
+    v: Tensor,                   # (N, H, S, d) their values
+    prompt_k: Tensor,            # (B, H, Tp, d) keys of the prompts, never copied per sample
+    prompt_v: Tensor,            # (B, H, Tp, d) values of the prompts
+    bias: Tensor | None = None,  # (B, 1, 1, Tp) 0 or -inf, hides prompt padding
+    rows: Tensor | None = None,  # (N,) int64, slots of the rows that are left; None: all
+    n_slots: int = 0,            # B*G; needed with `rows`
+    past: int = 0,               # own tokens before the new ones
+) -> Tensor:                     # (N, H, T, d)
     'Attention to the prompt and, causally, to the own tokens: two products, one softmax.'
     B, T, S, Tp = len(prompt_k), q.shape[2], k.shape[2], prompt_k.shape[2]
     q = q*q.shape[-1]**-0.5
@@ -359,9 +359,9 @@ def attend_after(
 
 # %% ../nbs/00_gpt2.ipynb #530da154
 def continuing(
-    ids: Tensor,               # (N, T) int64 token ids
-    prefix: Prefix,            # of the B prompts
-    cache: KVCache|None=None,  # the rows' earlier tokens
+    ids: Tensor,                   # (N, T) int64 token ids
+    prefix: Prefix,                # of the B prompts
+    cache: KVCache | None = None,  # the rows' earlier tokens
 ) -> Rule:
     'The rule of a continuation: every token sees its prompt, the own tokens before it and itself.'
     B, (N, T) = len(prefix.lengths), ids.shape
@@ -382,25 +382,25 @@ class GPT(Transformer):
     'GPT-2: tied embeddings, no dropout, the parameter names of Hugging Face (matrices as nn.Linear keeps them).'
     def forward(
         self,
-        ids: Tensor,                       # (B, T) int64 token ids
-        attention_mask: Tensor|None=None,  # (B, T) 1/True at real tokens; padding on either side
-    ) -> Tensor:                           # (B, T, V) logits of the next token; at padding they mean nothing
+        ids: Tensor,                           # (B, T) int64 token ids
+        attention_mask: Tensor | None = None,  # (B, T) 1/True at real tokens; padding on either side
+    ) -> Tensor:                               # (B, T, V) logits of the next token; at padding they mean nothing
         'Read texts and score what comes next, at every position.'
         return self.logits(self.hidden(ids, attention_mask))
 
     def hidden(
         self,
-        ids: Tensor,                       # (B, T) int64 token ids
-        attention_mask: Tensor|None=None,  # (B, T) 1/True at real tokens
-    ) -> Tensor:                           # (B, T, D) final hidden states: `forward` before `logits`
+        ids: Tensor,                           # (B, T) int64 token ids
+        attention_mask: Tensor | None = None,  # (B, T) 1/True at real tokens
+    ) -> Tensor:                               # (B, T, D) final hidden states: `forward` before `logits`
         'Read texts.'
         return self.run(ids, reading(ids, real_tokens(ids, attention_mask, self.cfg), self.wte.weight.dtype))
 
     def prefill(
         self,
-        ids: Tensor,                       # (B, Tp) int64 prompt ids
-        attention_mask: Tensor|None=None,  # (B, Tp) 1/True at real tokens
-    ) -> Prefix:                           # differentiable where gradients are on
+        ids: Tensor,                           # (B, Tp) int64 prompt ids
+        attention_mask: Tensor | None = None,  # (B, Tp) 1/True at real tokens
+    ) -> Prefix:                               # differentiable where gradients are on
         'Read prompts once, for any number of continuations.'
         mask, memory = real_tokens(ids, attention_mask, self.cfg), []
         hidden = self.run(ids, reading(ids, mask, self.wte.weight.dtype, memory))
@@ -408,10 +408,10 @@ class GPT(Transformer):
 
     def extend(
         self,
-        ids: Tensor,               # (N, T) int64, row i*G+j continues prompt i; padding, if any, on the right
-        prefix: Prefix,            # of the B prompts
-        cache: KVCache|None=None,  # the rows' earlier tokens; the T new ones are appended
-    ) -> Tensor:                   # (N, T, D) final hidden states of the new tokens
+        ids: Tensor,                   # (N, T) int64, row i*G+j continues prompt i; padding, if any, on the right
+        prefix: Prefix,                # of the B prompts
+        cache: KVCache | None = None,  # the rows' earlier tokens; the T new ones are appended
+    ) -> Tensor:                       # (N, T, D) final hidden states of the new tokens
         'Continue prompts: a decode step with a cache, the training pass without one.'
         check_ids(ids, self.cfg, prefix.longest+(0 if cache is None else cache.length))
         hidden = self.run(ids, continuing(ids, prefix, cache))

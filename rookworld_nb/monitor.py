@@ -43,7 +43,7 @@ class MetricError(ValueError):
 
 
 Range = tuple[float, float]
-TOLERANCE = 1e-6 # how far rounding may carry a value across the edge of a range
+TOLERANCE = 1e-6  # how far rounding may carry a value across the edge of a range
 
 
 @dataclass(frozen=True)
@@ -53,11 +53,11 @@ class Metric:
     formula: str              # how it is computed, in the symbols of the notebooks
     unit: str                 # nats, share, tokens, reward, ...
     source: str               # the module that computes it
-    healthy: Range|None = None # inclusive; inside it the light is green; None: never judged
-    watch: Range|None = None  # inclusive, holds `healthy`; between the two yellow, outside red
-    if_low: str = ''          # what a value below the healthy range means, in plain words
-    if_high: str = ''         # the same above it
-    optional: bool = False    # True: NaN means "not measured in this step" and is no fault
+    healthy: Range | None = None  # inclusive; inside it the light is green; None: never judged
+    watch: Range | None = None  # inclusive, holds `healthy`; between the two yellow, outside red
+    if_low: str = ''            # what a value below the healthy range means, in plain words
+    if_high: str = ''           # the same above it
+    optional: bool = False      # True: NaN means "not measured in this step" and is no fault
 
     def __post_init__(self) -> None:
         if self.healthy is None: return
@@ -148,8 +148,8 @@ RUN_METRICS = (
 
 
 def registry(
-    *families:Sequence[Metric], # metrics in groups; a name may occur once
-)->dict[str,Metric]:            # by name, in the order given
+    *families: Sequence[Metric],  # metrics in groups; a name may occur once
+) -> dict[str, Metric]:           # by name, in the order given
     """Collect metrics into one table and refuse a name that is defined twice."""
     metrics = [metric for family in families for metric in family]
     names = [metric.name for metric in metrics]
@@ -163,15 +163,15 @@ METRICS = registry(UPDATE_METRICS, REWARD_METRICS, COMPLETION_METRICS, RUN_METRI
 # %% ../nbs/14_monitor.ipynb #f7fd296e
 @lru_cache
 def name_pattern(
-    key:str, # of METRICS, perhaps with a '<part>'
-)->re.Pattern: # of the logged names that it stands for
+    key: str,  # of METRICS, perhaps with a '<part>'
+) -> re.Pattern:  # of the logged names that it stands for
     """What a registered name matches."""
     return re.compile(re.sub(r'<\w+>', '.*', re.escape(key)))
 
 
 def metric_for(
-    name:str, # as logged, for example 'rewards/P_best/mean'
-)->Metric|None: # None where the registry does not know the name
+    name: str,  # as logged, for example 'rewards/P_best/mean'
+) -> Metric | None:  # None where the registry does not know the name
     """The registry entry of a logged name."""
     if name in METRICS: return METRICS[name]
     for pattern, metric in METRICS.items():
@@ -180,8 +180,8 @@ def metric_for(
 
 
 def range_text(
-    metric:Metric, # one with or without a healthy range
-)->str:            # '≤ 0.15', '≥ 0.9', '0.1 to 3', or '' without a range
+    metric: Metric,  # one with or without a healthy range
+) -> str:            # '≤ 0.15', '≥ 0.9', '0.1 to 3', or '' without a range
     """The healthy range as a reader wants it: an edge that cannot be crossed is left out."""
     if metric.healthy is None: return ''
     low, high = metric.healthy
@@ -190,24 +190,24 @@ def range_text(
     return f'≤ {high:g}' if low == 0 and metric.unit != 'reward' else f'{low:g} to {high:g}'
 
 # %% ../nbs/14_monitor.ipynb #6ad88a9d
-COLOURS = ('green', 'yellow', 'red') # in order of gravity
+COLOURS = ('green', 'yellow', 'red')  # in order of gravity
 
 
 @dataclass(frozen=True)
 class Light:
     """A judgement: the colour, what it is about, and why in plain words."""
-    colour: str  # one of COLOURS
-    metric: str  # name of the metric that decided
-    value: float # its value
-    reason: str  # one sentence without a full stop
+    colour: str   # one of COLOURS
+    metric: str   # name of the metric that decided
+    value: float  # its value
+    reason: str   # one sentence without a full stop
 
     def __str__(self) -> str: return f'{self.colour}: {self.reason}'
 
 
 def light_of(
-    name:str,    # as logged
-    value:float, # in the metric's unit
-)->Light|None:   # None where there is nothing to judge
+    name: str,      # as logged
+    value: float,   # in the metric's unit
+) -> Light | None:  # None where there is nothing to judge
     """Judge one number by the ranges of the registry."""
     metric = metric_for(name)
     if not math.isfinite(value):
@@ -227,8 +227,8 @@ def light_of(
 
 # %% ../nbs/14_monitor.ipynb #d503671b
 def lights(
-    metrics:Mapping[str,float], # one row of the log
-)->list[Light]:                 # one per judged metric: the gravest first, then in the registry's order
+    metrics: Mapping[str, float],  # one row of the log
+) -> list[Light]:                  # one per judged metric: the gravest first, then in the registry's order
     """Judge every number of a row that has a range, or that is no number at all."""
     numbers = {name: math.nan if value is None else float(value) for name, value in metrics.items()}  # null in a file
     found = [light for name, value in numbers.items() if (light := light_of(name, value))]
@@ -238,8 +238,8 @@ def lights(
 
 
 def overall(
-    metrics:Mapping[str,float], # one row of the log
-)->Light:                       # the gravest light; its reason counts the others of that colour
+    metrics: Mapping[str, float],  # one row of the log
+) -> Light:                        # the gravest light; its reason counts the others of that colour
     """One light for a whole row."""
     found = lights(metrics)
     if not found: return Light('yellow', '', math.nan, 'the row holds no metric with a healthy range')
@@ -251,10 +251,10 @@ def overall(
 
 # %% ../nbs/14_monitor.ipynb #d4c5cd5b
 def simulated_run(
-    steps:int=60,              # optimiser steps
-    collapse_at:int|None=None, # the step at which the collapse sets in; None: a healthy run
-    seed:int=0,                # of the noise
-)->Iterator[dict[str,float]]:  # rows like a trainer's, with the registry's names
+    steps: int = 60,                 # optimiser steps
+    collapse_at: int | None = None,  # the step at which the collapse sets in; None: a healthy run
+    seed: int = 0,                   # of the noise
+) -> Iterator[dict[str, float]]:     # rows like a trainer's, with the registry's names
     """Rehearse a run without a model: rows from formulas and noise, healthy or collapsing."""
     rng = random.Random(seed)
     noise, share = lambda size: rng.gauss(0, size), lambda x: min(1., max(0., x))
@@ -295,18 +295,18 @@ class Picture(Figure):
     """A figure without pyplot that shows itself in a notebook as a PNG."""
     def __init__(
         self,
-        width:float,  # inches
-        height:float, # inches
+        width: float,   # inches
+        height: float,  # inches
     ) -> None:
         with rc_context(STYLE): super().__init__(figsize=(width, height))
         FigureCanvasAgg(self)
 
     def grid(
         self,
-        rows:int,           # rows of charts
-        columns:int,        # charts beside each other
-        sharey:bool=False,  # True: one vertical scale
-    ) -> list[Axes]:        # in reading order
+        rows: int,             # rows of charts
+        columns: int,          # charts beside each other
+        sharey: bool = False,  # True: one vertical scale
+    ) -> list[Axes]:           # in reading order
         """Add charts in our style, one beside the other."""
         with rc_context(STYLE): return list(self.subplots(rows, columns, squeeze=False, sharey=sharey).flat)
 
@@ -322,12 +322,12 @@ class Picture(Figure):
 @dataclass(frozen=True)
 class Panel:
     """One chart: its title, its lines, and the metric whose healthy range it shows."""
-    title: str                              # short, left above the chart
-    lines: tuple[tuple[str, str, str], ...] # (metric, label, colour), the main one first
-    unit: str = ''                          # right above the chart, after the healthy range
-    judged: str = ''                        # the metric whose healthy range is drawn; '' for none
-    band: tuple[str, str]|None = None       # two metrics; the space between them is filled
-    view: Range = (math.inf, -math.inf)     # a range that is always in view
+    title: str                               # short, left above the chart
+    lines: tuple[tuple[str, str, str], ...]  # (metric, label, colour), the main one first
+    unit: str = ''                           # right above the chart, after the healthy range
+    judged: str = ''                         # the metric whose healthy range is drawn; '' for none
+    band: tuple[str, str] | None = None      # two metrics; the space between them is filled
+    view: Range = (math.inf, -math.inf)      # a range that is always in view
 
 
 PANELS = (
@@ -342,24 +342,24 @@ PANELS = (
 
 # %% ../nbs/14_monitor.ipynb #2653fdf2
 def column(
-    table:Mapping[str,Sequence[float]], # columns by metric name, 'step' among them
-    name:str,                           # the one wanted
-)->np.ndarray:                          # (n,) NaN throughout where the table does not hold it
+    table: Mapping[str, Sequence[float]],  # columns by metric name, 'step' among them
+    name: str,                             # the one wanted
+) -> np.ndarray:                           # (n,) NaN throughout where the table does not hold it
     """One metric of a run as an array."""
     return np.asarray(table[name] if name in table else np.full(len(table['step']), np.nan), float)
 
 
 def smooth(
-    values:np.ndarray, # (n,) one per step, NaN where nothing was measured
-)->np.ndarray:         # (n,) exponential mean over about n/20 steps
+    values: np.ndarray,  # (n,) one per step, NaN where nothing was measured
+) -> np.ndarray:         # (n,) exponential mean over about n/20 steps
     """The trend of a noisy series; short series stay as they are."""
     return pd.Series(values).ewm(span=max(1, len(values)//20), ignore_na=True).mean().to_numpy()
 
 
 def view_limits(
-    series:Sequence[np.ndarray], # everything drawn in the panel
-    view:Range,                  # what is in view at least; (inf, -inf) for nothing
-)->Range:                        # lower and upper end, with a margin
+    series: Sequence[np.ndarray],  # everything drawn in the panel
+    view: Range,                   # what is in view at least; (inf, -inf) for nothing
+) -> Range:                        # lower and upper end, with a margin
     """Limits that hold all finite values and the wanted range, with room for labels at the top."""
     values = np.concatenate([np.asarray(s, float) for s in series] + [np.array(view, float)])
     values = values[np.isfinite(values)]
@@ -369,10 +369,10 @@ def view_limits(
 
 # %% ../nbs/14_monitor.ipynb #9c928cbd
 def dress(
-    axes:Axes,              # still empty
-    panel:Panel,            # what will be drawn on it
-    target:float|None=None, # a level to mark with a dashed line, in the panel's unit
-)->None:
+    axes: Axes,                   # still empty
+    panel: Panel,                 # what will be drawn on it
+    target: float | None = None,  # a level to mark with a dashed line, in the panel's unit
+) -> None:
     """Everything of a panel that never moves: titles, healthy range, target, names of the lines."""
     green, small = LIGHT_COLOURS['green'], dict(loc='right', fontsize=8, fontweight='normal')
     axes.set_title(panel.title, loc='left')
@@ -393,9 +393,9 @@ class Chart:
     """A panel on its axes: built once, then updated by moving its points."""
     def __init__(
         self,
-        axes:Axes,              # to draw on
-        panel:Panel,            # what to draw
-        target:float|None=None, # a level to keep in view and mark, in the panel's unit
+        axes: Axes,                   # to draw on
+        panel: Panel,                 # what to draw
+        target: float | None = None,  # a level to keep in view and mark, in the panel's unit
     ) -> None:
         self.axes, self.panel, self.fill = axes, panel, None
         self.fixed = [] if target is None else [np.array([target])]
@@ -407,7 +407,7 @@ class Chart:
 
     def update(
         self,
-        table:Mapping[str,Sequence[float]], # columns by metric name, 'step' among them; absent ones are skipped
+        table: Mapping[str, Sequence[float]],  # columns by metric name, 'step' among them; absent ones are skipped
     ) -> None:
         """Move the lines to the data, colour the last point by its light and fit the view."""
         step, drawn = column(table, 'step'), [column(table, name) for name, _, _ in self.panel.lines]
@@ -428,10 +428,10 @@ class Curves:
     """The panels of a run in one picture, built once and updated as the run goes on."""
     def __init__(
         self,
-        panels:Sequence[Panel]=PANELS, # in reading order
-        columns:int=3,                 # panels beside each other
-        kl_target:float|None=None,     # marked in the KL panel, nats per token
-        size:Range=(3.3, 2.0),         # of one panel, inches
+        panels: Sequence[Panel] = PANELS,  # in reading order
+        columns: int = 3,                  # panels beside each other
+        kl_target: float | None = None,    # marked in the KL panel, nats per token
+        size: Range = (3.3, 2.0),          # of one panel, inches
     ) -> None:
         rows, columns = math.ceil(len(panels)/columns), min(columns, len(panels))
         width, height = size[0]*columns, size[1]*rows + .25
@@ -446,27 +446,27 @@ class Curves:
 
     def update(
         self,
-        table:Mapping[str,Sequence[float]], # columns by metric name, or a DataFrame
-    ) -> 'Curves':                          # itself
+        table: Mapping[str, Sequence[float]],  # columns by metric name, or a DataFrame
+    ) -> 'Curves':                             # itself
         """Show these rows."""
         for chart in self.charts: chart.update(table)
         return self
 
 
 def plot_curves(
-    table:Mapping[str,Sequence[float]], # metrics by column, as `read_metrics` returns them
-    kl_target:float|None=None,          # marked in the KL panel, nats per token
-    panels:Sequence[Panel]=PANELS,      # which charts
-    columns:int=3,                      # charts beside each other
-)->Picture:                             # a matplotlib Figure that shows itself
+    table: Mapping[str, Sequence[float]],  # metrics by column, as `read_metrics` returns them
+    kl_target: float | None = None,        # marked in the KL panel, nats per token
+    panels: Sequence[Panel] = PANELS,      # which charts
+    columns: int = 3,                      # charts beside each other
+) -> Picture:                              # a matplotlib Figure that shows itself
     """Draw a run: every panel with its healthy range as a band and in its title."""
     return Curves(panels, columns, kl_target).update(table).figure
 
 # %% ../nbs/14_monitor.ipynb #1cd43d63
 def values_of(
-    metrics:Mapping[str,float], # one row of the log
-    *names:str,                 # the metrics wanted
-)->list[float]:                 # their values, in this order
+    metrics: Mapping[str, float],  # one row of the log
+    *names: str,                   # the metrics wanted
+) -> list[float]:                  # their values, in this order
     """Take numbers out of a row; a name that is not there is an error that lists what is."""
     if missing := [name for name in names if name not in metrics]:
         raise MetricError(f'no {", ".join(missing)} in the row; it holds {", ".join(metrics) or "nothing"}')
@@ -474,10 +474,10 @@ def values_of(
 
 
 def console_line(
-    metrics:Mapping[str,float],    # one row of the log
-    best_reward:float|None=None,   # best mean reward so far; None: this row's
-    prompts:int=10,                # prompts in the batch, split by task_P/fraction
-)->str:                            # one line, without a line feed
+    metrics: Mapping[str, float],      # one row of the log
+    best_reward: float | None = None,  # best mean reward so far; None: this row's
+    prompts: int = 10,                 # prompts in the batch, split by task_P/fraction
+) -> str:                              # one line, without a line feed
     """The console's line of one optimiser step."""
     step, loss, reward, share, seconds = values_of(metrics, 'step', 'loss', 'reward', 'task_P/fraction', 'step_time')
     best = reward if best_reward is None else best_reward
@@ -487,8 +487,8 @@ def console_line(
 
 
 def health_report(
-    metrics:Mapping[str,float], # one row of the log
-)->str:                         # one line: the numbers, then the light and its reason
+    metrics: Mapping[str, float],  # one row of the log
+) -> str:                          # one line: the numbers, then the light and its reason
     """The health of one step: its main numbers, and the light of the whole row."""
     step, reward, std, clip, entropy, ratio = values_of(
         metrics, 'step', 'reward', 'reward_std', 'clip_ratio/region_mean', 'entropy', 'ratio_max')
@@ -501,8 +501,8 @@ logger = logging.getLogger(__name__)
 
 
 def plain(
-    value:object, # numbers, texts, paths, mappings, sequences, dataclasses, 0-d arrays and tensors
-)->object:        # the same in JSON's own types; NaN and infinities become None
+    value: object,  # numbers, texts, paths, mappings, sequences, dataclasses, 0-d arrays and tensors
+) -> object:        # the same in JSON's own types; NaN and infinities become None
     """Reduce a value to what JSON can hold."""
     if is_dataclass(value) and not isinstance(value, type): return plain(asdict(value))
     if isinstance(value, Mapping): return {str(key): plain(item) for key, item in value.items()}
@@ -513,9 +513,9 @@ def plain(
 
 
 def write_atomic(
-    path:Path,          # the file to replace or create; its folder exists
-    content:str|bytes,  # all of it; text is written as UTF-8, line feeds as they are
-)->Path:                # the same path
+    path: Path,            # the file to replace or create; its folder exists
+    content: str | bytes,  # all of it; text is written as UTF-8, line feeds as they are
+) -> Path:                 # the same path
     """Write a whole file so that a reader sees the old content or the new, never a part."""
     aside = path.with_name(f'.{path.name}.{os.getpid()}.part')
     try:
@@ -529,16 +529,16 @@ def write_atomic(
 
 
 def write_json(
-    path:Path,    # the file
-    value:object, # anything `plain` understands
-)->Path:          # the same path
+    path: Path,     # the file
+    value: object,  # anything `plain` understands
+) -> Path:          # the same path
     """Write a value as indented JSON, atomically."""
     return write_atomic(path, json.dumps(plain(value), indent=2, ensure_ascii=False, allow_nan=False) + '\n')
 
 # %% ../nbs/14_monitor.ipynb #36f2c37b
 def metric_rows(
-    path:Path, # metrics.jsonl; may be absent
-)->list[dict[str,float]]: # the rows that count, steps ascending
+    path: Path,  # metrics.jsonl; may be absent
+) -> list[dict[str, float]]:  # the rows that count, steps ascending
     """Read a metrics file: a torn last line is left out, a resumed run replaces what it repeats."""
     rows = []
     lines = path.read_bytes().split(b'\n') if path.exists() else []
@@ -559,8 +559,8 @@ def metric_rows(
 
 
 def read_metrics(
-    folder:str|Path, # a run folder
-)->pd.DataFrame:     # one row an optimiser step, one column a metric; null is NaN
+    folder: str | Path,  # a run folder
+) -> pd.DataFrame:       # one row an optimiser step, one column a metric; null is NaN
     """The metrics of a run as a table."""
     path = Path(folder)/'metrics.jsonl'
     if not path.exists(): raise MetricError(f'{path}: no such file; is this a run folder?')
@@ -569,12 +569,12 @@ def read_metrics(
 
 # %% ../nbs/14_monitor.ipynb #bfb459ea
 TABLE_COLUMNS = ('prompt', 'completion', 'task', 'reward', 'advantage')
-Rows = pd.DataFrame|Sequence[Mapping[str,object]] # a table of completions: a frame or a list of rows
+Rows = pd.DataFrame | Sequence[Mapping[str, object]]  # a table of completions: a frame or a list of rows
 
 
 def read_completions(
-    path:str|Path, # one file of a run's completions folder
-)->pd.DataFrame:   # the table as it was written
+    path: str | Path,  # one file of a run's completions folder
+) -> pd.DataFrame:     # the table as it was written
     """Read a completions table; texts come back exactly as the model wrote them."""
     texts = dict.fromkeys(('prompt', 'completion', 'task'), str)
     gaps = {name: [''] for name in pd.read_csv(path, nrows=0).columns if name not in texts}
@@ -582,8 +582,8 @@ def read_completions(
 
 # %% ../nbs/14_monitor.ipynb #92c3a9be
 def mend_tail(
-    path:Path, # a file of lines; may be absent
-)->int:        # bytes cut away
+    path: Path,  # a file of lines; may be absent
+) -> int:        # bytes cut away
     """Make a file end in a whole line: a complete row gets its line feed, a torn one goes."""
     text = path.read_bytes() if path.exists() else b''
     tail = text[text.rfind(b'\n') + 1:]
@@ -600,8 +600,8 @@ def mend_tail(
 
 
 def metrics_line(
-    metrics:Mapping[str,float], # one row; step and time in it
-)->str:                         # one JSON object and a line feed
+    metrics: Mapping[str, float],  # one row; step and time in it
+) -> str:                          # one JSON object and a line feed
     """A row as JSON; a value that is not a number is an error that names it."""
     row = {name: value.item() if hasattr(value, 'item') else value for name, value in metrics.items()}
     if wrong := {name: value for name, value in row.items() if not isinstance(value, Real)}:
@@ -610,9 +610,9 @@ def metrics_line(
 
 
 def append(
-    file:TextIO, # open for appending
-    text:str,    # whole lines, the last line feed included
-)->None:
+    file: TextIO,  # open for appending
+    text: str,     # whole lines, the last line feed included
+) -> None:
     """Add lines to a file and hand them to the system at once."""
     file.write(text)
     file.flush()
@@ -622,16 +622,16 @@ class RunFolder:
     """A run's folder and the files in it that are written whole."""
     def __init__(
         self,
-        folder:str|Path, # made if absent
+        folder: str | Path,  # made if absent
     ) -> None:
         self.folder = Path(folder)
         (self.folder/'completions').mkdir(parents=True, exist_ok=True)
 
     def table(
         self,
-        step:int,  # the optimiser step the completions were sampled for
-        rows:Rows, # one a completion, with at least TABLE_COLUMNS
-        kind:str='completions', # the folder; `skipped` for those whose update was left out
+        step: int,   # the optimiser step the completions were sampled for
+        rows: Rows,  # one a completion, with at least TABLE_COLUMNS
+        kind: str = 'completions',  # the folder; `skipped` for those whose update was left out
     ) -> Path:     # the file written
         """Write the completions of one step as a CSV table."""
         table = pd.DataFrame(rows)
@@ -643,8 +643,8 @@ class RunFolder:
 
     def summary(
         self,
-        values:object, # a mapping or dataclass
-    ) -> Path:         # the file written
+        values: object,  # a mapping or dataclass
+    ) -> Path:           # the file written
         """Write summary.json."""
         return write_json(self.folder/'summary.json', values)
 
@@ -653,10 +653,10 @@ class RunWriter(RunFolder):
     """The run folder with its growing files too: config.json, metrics.jsonl, train.log, completions/, summary.json."""
     def __init__(
         self,
-        folder:str|Path,     # made if absent; an earlier run's is continued
-        config:object=None,  # a mapping or dataclass for config.json; None leaves the file alone
-        prompts:int=10,      # prompts in a batch, for the console's P/E
-        report_every:int=10, # steps between health reports; 0 for none
+        folder: str | Path,      # made if absent; an earlier run's is continued
+        config: object = None,   # a mapping or dataclass for config.json; None leaves the file alone
+        prompts: int = 10,       # prompts in a batch, for the console's P/E
+        report_every: int = 10,  # steps between health reports; 0 for none
     ) -> None:
         super().__init__(folder)
         self.prompts, self.report_every, path = prompts, report_every, self.folder/'metrics.jsonl'
@@ -668,8 +668,8 @@ class RunWriter(RunFolder):
 
     def log(
         self,
-        metrics:Mapping[str,float], # one row with 'step'; 'time' (Unix, s) is added if absent
-    ) -> str:                       # what the console shows: the step's line, and a report when one is due
+        metrics: Mapping[str, float],  # one row with 'step'; 'time' (Unix, s) is added if absent
+    ) -> str:                          # what the console shows: the step's line, and a report when one is due
         """Append one optimiser step to metrics.jsonl and its console lines to train.log."""
         row = {'step': values_of(metrics, 'step')[0], 'time': time.time()} | dict(metrics)
         (step, reward), line = values_of(row, 'step', 'reward'), metrics_line(row)
@@ -690,9 +690,9 @@ class RunWriter(RunFolder):
 
 # %% ../nbs/14_monitor.ipynb #4e763700
 def save_reward_curve(
-    table:Mapping[str,Sequence[float]], # metrics by column, as `read_metrics` returns them
-    path:str|Path,                      # a .png file; its folder exists
-)->Path:                                # the same path
+    table: Mapping[str, Sequence[float]],  # metrics by column, as `read_metrics` returns them
+    path: str | Path,                      # a .png file; its folder exists
+) -> Path:                                 # the same path
     """Save the reward panel alone as a PNG, atomically."""
     path = Path(path)
     return write_atomic(path, Curves(PANELS[:1], columns=1, size=(6.5, 2.6)).update(table).figure._repr_png_())

@@ -25,17 +25,17 @@ from .tasks import EnvAnswer, PolicyAnswer
 @dataclass(frozen=True)
 class Thought:
     """What a player thought of a position, and what was played."""
-    fen:str             # the position
-    answer:PolicyAnswer # what the model said
-    move:str            # what was played, UCI, always legal
-    source:str          # where it comes from: best, listed or random
+    fen: str              # the position
+    answer: PolicyAnswer  # what the model said
+    move: str             # what was played, UCI, always legal
+    source: str           # where it comes from: best, listed or random
 
 
 def think(
-    player:Player,     # FENs in, answers out
-    fen:str,           # a position with a legal move
-    rng:random.Random, # of the last resort
-)->Thought:            # with a legal move
+    player: Player,      # FENs in, answers out
+    fen: str,            # a position with a legal move
+    rng: random.Random,  # of the last resort
+) -> Thought:            # with a legal move
     """Ask a player for a move; a ValueError where the game is over."""
     if not legal_moves(fen): raise ValueError(f'{fen!r}: the game is over, there is no move to choose')
     answer = player([fen])[0]
@@ -46,27 +46,27 @@ class Partner:
     """A model as a player and as the world."""
     def __init__(
         self,
-        model:GPT,              # the policy
-        tokenizer:Tokenizer,    # its own
-        history_plies:int=1,    # plies in an A: prompt: 1 for nano, 10 for the public checkpoint
-        temperature:float=0.,   # of the moves; 0 is greedy
-        seed:int=0,             # of sampling, and of the random moves that replace illegal ones
+        model: GPT,               # the policy
+        tokenizer: Tokenizer,     # its own
+        history_plies: int = 1,   # plies in an A: prompt: 1 for nano, 10 for the public checkpoint
+        temperature: float = 0.,  # of the moves; 0 is greedy
+        seed: int = 0,            # of sampling, and of the random moves that replace illegal ones
     ) -> None:
         self.player, self.rng = model_player(model, tokenizer, temperature, seed), random.Random(f'{seed} partner')
         self.simulator = model_simulator(model, tokenizer, history_plies)
 
     def think(
         self,
-        board:chess.Board, # with a legal move
-    ) -> Thought:          # with a legal move
+        board: chess.Board,  # with a legal move
+    ) -> Thought:            # with a legal move
         """Choose a move."""
         return think(self.player, board.fen(), self.rng)
 
     def foresee(
         self,
-        board:chess.Board, # the position, with the moves that led to it
-        move:chess.Move,   # about to be made
-    ) -> EnvAnswer:        # where the model believes it leads; greedy
+        board: chess.Board,  # the position, with the moves that led to it
+        move: chess.Move,    # about to be made
+    ) -> EnvAnswer:          # where the model believes it leads; greedy
         """Ask what a move does."""
         return self.simulator([(board.fen(), [each.uci() for each in (*board.move_stack, move)])])[0]
 
@@ -74,13 +74,13 @@ class Partner:
 @dataclass
 class Encounter:
     """A person and a model at a board."""
-    partner:Partner                      # the model
-    colour:chess.Color=chess.WHITE       # the person's
-    board:chess.Board=field(default_factory=chess.Board) # the position, with its moves
-    promotion:int=chess.QUEEN            # what a pawn of the person's becomes
-    selected:int|None=None               # square of the piece taken up
-    thought:Thought|None=None            # behind the model's last move
-    step:tuple[str, str, EnvAnswer]|None=None # position, the person's last move in it, where the model saw it lead
+    partner: Partner                   # the model
+    colour: chess.Color = chess.WHITE  # the person's
+    board: chess.Board = field(default_factory=chess.Board)  # the position, with its moves
+    promotion: int = chess.QUEEN    # what a pawn of the person's becomes
+    selected: int | None = None     # square of the piece taken up
+    thought: Thought | None = None  # behind the model's last move
+    step: tuple[str, str, EnvAnswer] | None = None  # position, the person's last move, where the model saw it lead
 
     def __post_init__(self) -> None: self.reply()
 
@@ -100,7 +100,7 @@ class Encounter:
         self.thought = self.partner.think(self.board)
         self.board.push_uci(self.thought.move)
 
-    def words(self) -> str: # one line
+    def words(self) -> str:  # one line
         """How things stand."""
         if self.over:
             winner = getattr(self.board.outcome(), 'winner', None)
@@ -114,14 +114,14 @@ class Encounter:
 # %% ../nbs/18_play.ipynb #c5333262
 class Game(Encounter):
     """A game by clicks."""
-    def targets(self) -> dict[int, chess.Move]: # by square
+    def targets(self) -> dict[int, chess.Move]:  # by square
         """The moves of the piece taken up."""
         moves = [move for move in self.board.legal_moves if move.from_square == self.selected]
         return {move.to_square: move for move in moves if move.promotion in (None, self.promotion)}
 
     def click(
         self,
-        square:int, # 0 (a1) to 63 (h8)
+        square: int,  # 0 (a1) to 63 (h8)
     ) -> None:
         """Take a piece up, move it, or lay it down."""
         if self.over: return
@@ -142,7 +142,7 @@ class Game(Encounter):
         while len(self.board.move_stack) > mine[-1]: self.board.pop()
         self.selected = self.step = self.thought = None
 
-    def diagrams(self) -> list[Diagram]: # none before the first move
+    def diagrams(self) -> list[Diagram]:  # none before the first move
         """What the model thought, and where it saw the person's move lead."""
         last, found = self.thought, []
         if last: found.append(policy_diagram(last.fen, last.answer, title='what it thought', played=last.move))
@@ -165,10 +165,10 @@ BOARD_STYLE = """<style>
 
 
 def square_look(
-    game:Encounter, # as it stands
-    square:int,     # 0 (a1) to 63 (h8)
-    targets:dict[int, chess.Move], # of the piece taken up
-) -> tuple[str, tuple[str, ...]]: # the piece as a character, a blank for none; its classes
+    game: Encounter,  # as it stands
+    square: int,      # 0 (a1) to 63 (h8)
+    targets: dict[int, chess.Move],  # of the piece taken up
+) -> tuple[str, tuple[str, ...]]:  # the piece as a character, a blank for none; its classes
     """What a square shows."""
     piece, last = game.board.piece_at(square), game.board.peek() if game.board.move_stack else None
     classes = ['rw-square', f'rw-{chess.square_name(square)}',
@@ -177,7 +177,7 @@ def square_look(
     if square == game.selected: classes.append('rw-chosen')
     if square in targets: classes.append('rw-target')
     if piece: classes.append('rw-white' if piece.color else 'rw-black')
-    glyph = chess.UNICODE_PIECE_SYMBOLS[piece.symbol().lower()] + '\ufe0e' if piece else '\xa0' # a letter, no emoji
+    glyph = chess.UNICODE_PIECE_SYMBOLS[piece.symbol().lower()] + '\ufe0e' if piece else '\xa0'  # a letter, no emoji
     return glyph, tuple(classes)
 
 # %% ../nbs/18_play.ipynb #3351320d
@@ -200,7 +200,7 @@ class BoardFace:
 
     def show(
         self,
-        game:Game, # to be seen
+        game: Game,  # to be seen
     ) -> None:
         """Show a game as it stands."""
         targets = game.targets()
@@ -209,7 +209,7 @@ class BoardFace:
         self.words.value = game.words()
         self.thought.value = ''.join(map(diagram_html, game.diagrams()))
 
-    def _ipython_display_(self) -> None: # with a line of text where widgets cannot be shown
+    def _ipython_display_(self) -> None:  # with a line of text where widgets cannot be shown
         display(self.box._repr_mimebundle_() | {'text/plain': f'Board: {self.words.value}'}, raw=True)
 
 # %% ../nbs/18_play.ipynb #7b77b556
@@ -217,7 +217,7 @@ class PlayBoard(BoardFace):
     """A board to play on by clicking, with what the model thinks beside it."""
     def __init__(
         self,
-        partner:Partner, # who plays the other side
+        partner: Partner,  # who plays the other side
     ) -> None:
         super().__init__()
         self.partner = partner
@@ -229,7 +229,7 @@ class PlayBoard(BoardFace):
 
     def start(
         self,
-        colour:chess.Color, # the person's
+        colour: chess.Color,  # the person's
     ) -> None:
         """Begin a game."""
         self.game = Game(self.partner, colour)
@@ -239,7 +239,7 @@ class PlayBoard(BoardFace):
 
     def click(
         self,
-        square:int, # 0 (a1) to 63 (h8)
+        square: int,  # 0 (a1) to 63 (h8)
     ) -> None:
         """What a click on a square does."""
         self.game.promotion = self.promotion.value
@@ -253,12 +253,12 @@ class PlayBoard(BoardFace):
 
 # %% ../nbs/18_play.ipynb #cba4a8ed
 def play_game(
-    white:Player,                 # FENs in, answers out
-    black:Player,                 # likewise
-    fen:str=chess.STARTING_FEN,   # the opening
-    max_plies:int=80,             # where the game is broken off
-    seed:int=0,                   # of the random moves that replace illegal ones
-)->list[Thought]:                 # one a ply
+    white: Player,                  # FENs in, answers out
+    black: Player,                  # likewise
+    fen: str = chess.STARTING_FEN,  # the opening
+    max_plies: int = 80,            # where the game is broken off
+    seed: int = 0,                  # of the random moves that replace illegal ones
+) -> list[Thought]:                 # one a ply
     """Let two players play a game."""
     board, rng, thoughts = chess.Board(fen), random.Random(f'{seed} game'), []
     while len(thoughts) < max_plies and not game_end(board):
@@ -271,8 +271,8 @@ class Replay:
     """A game behind a slider: each position with what its player thought of it."""
     def __init__(
         self,
-        thoughts:list[Thought],           # of `play_game`, at least one
-        names:tuple[str, str]=('White', 'Black'), # who plays
+        thoughts: list[Thought],  # of `play_game`, at least one
+        names: tuple[str, str] = ('White', 'Black'),  # who plays
     ) -> None:
         self.thoughts, self.names = thoughts, names
         self.slider = w.IntSlider(max=len(thoughts), description='ply', layout={'width': '420px'})
@@ -285,7 +285,7 @@ class Replay:
 
     def diagram(
         self,
-        ply:int,   # 0 to the number of plies
+        ply: int,  # 0 to the number of plies
     ) -> Diagram:  # what the player to move thinks; after the last ply the position alone
         """The game after some plies."""
         if ply < len(self.thoughts):
@@ -303,5 +303,5 @@ class Replay:
         """Show the ply that the slider is at."""
         self.view.value = diagram_html(self.diagram(self.slider.value), 320)
 
-    def _ipython_display_(self) -> None: # with a line of text where widgets cannot be shown
+    def _ipython_display_(self) -> None:  # with a line of text where widgets cannot be shown
         display(self.box._repr_mimebundle_() | {'text/plain': f'A game of {len(self.thoughts)} plies'}, raw=True)

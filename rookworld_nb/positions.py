@@ -418,7 +418,7 @@ class Labelling:
     nodes: int = 1000         # search limit per position, nodes
     seed: int = 0             # of the order of the moves in a line
     padded: bool = True       # fixed-width fields, as in the public data
-    stockfish_path: str | None = None # the executable; None looks for it
+    stockfish_path: str | None = None  # the executable; None looks for it
 
     def __post_init__(self) -> None:
         if not 1 <= self.shards <= 1000:
@@ -481,8 +481,8 @@ def replacing(
 
 
 def write_plan(
-    folder: Path,             # of the shards
-    facts: dict[str, object], # of `plan_of`, and at the end the totals
+    folder: Path,              # of the shards
+    facts: dict[str, object],  # of `plan_of`, and at the end the totals
 ) -> None:
     "Write plan.json, whole or not at all."
     with replacing(folder/'plan.json') as aside: aside.write_text(json.dumps(facts), encoding='utf-8')
@@ -526,7 +526,7 @@ def label_shard(
     job: Labelling,     # cut
     shard: int,         # its number
     engine: Stockfish,  # answers
-    alone: Callable[[], bool] = lambda: False, # whether whoever wanted this is gone
+    alone: Callable[[], bool] = lambda: False,  # whether whoever wanted this is gone
 ) -> bool:              # False where another process has it, or nobody wants it any more
     "Label what is left of a shard."
     with locked(job.place('lock', shard)) as mine:
@@ -668,10 +668,10 @@ def spread(
 
 # %% ../nbs/04_positions.ipynb #199f402c
 def prompt_pools(
-    samples: Iterable[Sample],  # P: and A: samples in any order
-    batch_positions: int,       # prompts in a batch, >= 1
-    mix_env_ratio: float,       # share of A: prompts, 0 to 1
-    rare_env_ratio: float|None, # share of rare outcomes among them, 0 to 1
+    samples: Iterable[Sample],     # P: and A: samples in any order
+    batch_positions: int,          # prompts in a batch, >= 1
+    mix_env_ratio: float,          # share of A: prompts, 0 to 1
+    rare_env_ratio: float | None,  # share of rare outcomes among them, 0 to 1
 ) -> dict[str, list[Sample]]:  # 'P' and 'A' -> the samples of that task
     "Sort samples by task, or raise a DataError where the mix cannot be dealt from them."
     pools = by_task(samples)
@@ -707,9 +707,9 @@ class Blend:
     "Two endless streams as one, with an exact share of the second."
     def __init__(
         self,
-        first: 'Rounds|Blend',  # dealt where it is not the second's turn
-        second: 'Rounds|Blend', # dealt for its share
-        share: float,           # of the second, 0 to 1
+        first: 'Rounds|Blend',   # dealt where it is not the second's turn
+        second: 'Rounds|Blend',  # dealt for its share
+        share: float,            # of the second, 0 to 1
     ):
         self.first, self.second, self.share = first, second, share
 
@@ -727,10 +727,10 @@ def is_rare(
 
 
 def env_stream(
-    pool: list[Sample],          # A: samples
-    rare_env_ratio: float|None,  # share of rare outcomes, 0 to 1; None: as they come
-    seed: int,                   # order of the samples
-) -> Rounds|Blend:               # endless
+    pool: list[Sample],            # A: samples
+    rare_env_ratio: float | None,  # share of rare outcomes, 0 to 1; None: as they come
+    seed: int,                     # order of the samples
+) -> Rounds | Blend:               # endless
     "Deal A: samples; a pool without rare moves, or of nothing else, is dealt as it is."
     kinds: dict[bool, list[Sample]] = {False: [], True: []}
     for sample in pool: kinds[is_rare(sample)].append(sample)
@@ -746,7 +746,7 @@ class PromptMix:
         batch_positions: int = 8,      # prompts in a batch, >= 1
         mix_env_ratio: float = .2,     # share of A: prompts, 0 to 1; kept exactly over any run of batches
         seed: int = 0,                 # order of the prompts
-        rare_env_ratio: float|None = None, # share of rare outcomes among the A: prompts; None: as they come
+        rare_env_ratio: float | None = None,  # share of rare outcomes among the A: prompts; None: as they come
     ):
         pools = prompt_pools(samples, batch_positions, mix_env_ratio, rare_env_ratio)
         env = env_stream(pools['A'], rare_env_ratio, seed)

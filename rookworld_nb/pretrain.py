@@ -584,7 +584,7 @@ COUNTS = ('steps', 'shards', 'policy_shard', 'env_shard', 'nodes', 'n_layer', 'n
 
 
 def check_pretrain(
-    config: 'PretrainConfig', # what is asked for
+    config: 'PretrainConfig',  # what is asked for
 ) -> None:
     "Refuse impossible settings, before any data is made."
     counts = {name: getattr(config, name) for name in COUNTS}

@@ -969,9 +969,9 @@ class WandbWriter(MetricWriter):
 
     def __init__(
         self,
-        project: str,          # the name it goes under
-        config: object = None, # a mapping or dataclass, shown beside the run
-        **options: Any,        # for wandb.init: name, entity, mode='offline', ...
+        project: str,           # the name it goes under
+        config: object = None,  # a mapping or dataclass, shown beside the run
+        **options: Any,         # for wandb.init: name, entity, mode='offline', ...
     ) -> None:
         wandb = optional_module('wandb', 'wandb')
         self._run = wandb.init(project=project, config=plain(config or {}), **options)

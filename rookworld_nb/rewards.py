@@ -50,7 +50,7 @@ class RewardTerms:
     fen_weight: float = 3.0                   # A: weight of the next position
     flags_weight: float = 2.0                 # A: weight of terminated and truncated
     reward_value_weight: float = 1.0          # A: weight of the environment's reward
-    policy_format_scaling: Scaling = 'linear' # P: curve of the format score
+    policy_format_scaling: Scaling = 'linear'  # P: curve of the format score
     candidates_scaling: Scaling = 'linear'    # P: curve of the overlap score
     evals_scaling: Scaling = 'linear'         # P: curve of the evaluations' score
     best_scaling: Scaling = 'linear'          # P: curve of the best move's score
@@ -106,9 +106,9 @@ def check_config(
 
 # %% ../nbs/05_rewards.ipynb #492721d9
 def scale_score(
-    score: float,     # similarity or share, in [0, 1]
-    scaling: Scaling, # name of the curve
-) -> float:           # in [0, 1]; 0 stays 0, 1 stays 1, monotone
+    score: float,      # similarity or share, in [0, 1]
+    scaling: Scaling,  # name of the curve
+) -> float:            # in [0, 1]; 0 stays 0, 1 stays 1, monotone
     """Bend a score without moving its ends."""
     if scaling == 'linear':
         return score
@@ -142,9 +142,9 @@ class PolicyTruth:
 
 # %% ../nbs/05_rewards.ipynb #4f1dfdfc
 def policy_format(
-    answer: PolicyAnswer, # a parsed completion
-    truth: PolicyTruth,   # the position's facts
-) -> float:               # share of the five format checks passed, in [0, 1]
+    answer: PolicyAnswer,  # a parsed completion
+    truth: PolicyTruth,    # the position's facts
+) -> float:                # share of the five format checks passed, in [0, 1]
     """Are the three fields there, clean and of the right lengths?"""
     count = len(answer.moves)
     fits = min(2, len(truth.pawns)) <= count <= MAX_MOVES and count == len(answer.evals)
@@ -152,10 +152,10 @@ def policy_format(
 
 # %% ../nbs/05_rewards.ipynb #c46b4214
 def candidate_gains(
-    answer: PolicyAnswer, # a parsed completion
-    truth: PolicyTruth,   # the position's facts
-    cfg: RewardConfig,    # illegal_cost, legal_credit
-) -> list[float]:         # one a listed move, five at most; in shares of the engine's set
+    answer: PolicyAnswer,  # a parsed completion
+    truth: PolicyTruth,    # the position's facts
+    cfg: RewardConfig,     # illegal_cost, legal_credit
+) -> list[float]:          # one a listed move, five at most; in shares of the engine's set
     """What each listed move adds: a hit counts 1, another legal move its credit, an illegal or repeated one costs."""
     listed, gains = answer.moves[:MAX_MOVES], []
     for place, move in enumerate(listed):
@@ -166,19 +166,19 @@ def candidate_gains(
 
 
 def candidates_score(
-    answer: PolicyAnswer, # a parsed completion
-    truth: PolicyTruth,   # the position's facts
-    cfg: RewardConfig,    # illegal_cost, legal_credit
-) -> float:               # in [0, 1]
+    answer: PolicyAnswer,  # a parsed completion
+    truth: PolicyTruth,    # the position's facts
+    cfg: RewardConfig,     # illegal_cost, legal_credit
+) -> float:                # in [0, 1]
     """Share of the engine's moves that were written, less what illegal and repeated moves cost."""
     return min(1., max(0., math.fsum(candidate_gains(answer, truth, cfg))))
 
 # %% ../nbs/05_rewards.ipynb #20d06cfb
 def eval_gains(
-    answer: PolicyAnswer, # a parsed completion
-    truth: PolicyTruth,   # the position's facts
-    cfg: RewardConfig,    # eval_tolerance
-) -> list[float]:         # one an evaluation, in shares of the engine's set; NaN where its move is no match
+    answer: PolicyAnswer,  # a parsed completion
+    truth: PolicyTruth,    # the position's facts
+    cfg: RewardConfig,     # eval_tolerance
+) -> list[float]:          # one an evaluation, in shares of the engine's set; NaN where its move is no match
     """What each evaluation adds: its closeness in win probability."""
     listed, gains = answer.moves[:MAX_MOVES], []
     for place, (move, pawns) in enumerate(zip(listed, answer.evals)):
@@ -189,19 +189,19 @@ def eval_gains(
 
 
 def evals_score(
-    answer: PolicyAnswer, # a parsed completion
-    truth: PolicyTruth,   # the position's facts
-    cfg: RewardConfig,    # eval_tolerance
-) -> float:               # in [0, 1]
+    answer: PolicyAnswer,  # a parsed completion
+    truth: PolicyTruth,    # the position's facts
+    cfg: RewardConfig,     # eval_tolerance
+) -> float:                # in [0, 1]
     """Closeness of the evaluations of matched moves in win probability, summed over the target's size."""
     return min(1., math.fsum(gain for gain in eval_gains(answer, truth, cfg) if not math.isnan(gain)))
 
 # %% ../nbs/05_rewards.ipynb #e8a6d28c
 def best_score(
-    answer: PolicyAnswer, # a parsed completion
-    truth: PolicyTruth,   # the position's facts
-    cfg: RewardConfig,    # best_floor, best_loss_scale, unlisted_share
-) -> float:               # in [0, 1]; 1 for the true best, 0 for an illegal or missing move
+    answer: PolicyAnswer,  # a parsed completion
+    truth: PolicyTruth,    # the position's facts
+    cfg: RewardConfig,     # best_floor, best_loss_scale, unlisted_share
+) -> float:                # in [0, 1]; 1 for the true best, 0 for an illegal or missing move
     """Credit of the best move by the win probability that it gives away."""
     move = answer.best
     if move not in truth.legal:
@@ -215,10 +215,10 @@ def best_score(
 
 # %% ../nbs/05_rewards.ipynb #b3692400
 def env_scores(
-    answer: EnvAnswer, # a parsed completion
-    truth: EnvStep,    # the right answer
-    cfg: RewardConfig, # reward_tolerance
-) -> tuple[float, float, float, float]: # format, fen, flags, reward_value, each in [0, 1] and unscaled
+    answer: EnvAnswer,  # a parsed completion
+    truth: EnvStep,     # the right answer
+    cfg: RewardConfig,  # reward_tolerance
+) -> tuple[float, float, float, float]:  # format, fen, flags, reward_value, each in [0, 1] and unscaled
     """Compare the four fields with the truth, each on its own."""
     flags = (answer.terminated, answer.truncated)
     shape = (answer.clean, answer.new_fen is not None, answer.reward is not None, None not in flags)
@@ -236,10 +236,10 @@ COLUMNS = ('task', *PARTS['P'], *PARTS['A'][1:], 'raw', 'reward')
 class Judged(NamedTuple):
     """One completion, compared with the truth."""
     task: str                 # 'P' or 'A'
-    scores: tuple[float, ...] # the four scores named in PARTS, in [0, 1], unscaled
+    scores: tuple[float, ...]  # the four scores named in PARTS, in [0, 1], unscaled
     readable: bool            # P: a move, an evaluation and a best move were read; A: exactly the four fields, all read
     rungs: tuple[bool, ...]   # the three structural rungs of the ladder, lowest first
-    truth: PolicyTruth | EnvStep | None = None # what it was compared with
+    truth: PolicyTruth | EnvStep | None = None  # what it was compared with
 
 # %% ../nbs/05_rewards.ipynb #304e0a0f
 @lru_cache(maxsize=1024)
@@ -261,10 +261,10 @@ def read_env(
 
 # %% ../nbs/05_rewards.ipynb #e8b30adb
 def judge_policy(
-    text: str,          # a completion, whatever it says
-    truth: PolicyTruth, # the position's facts
-    cfg: RewardConfig,  # costs and credits
-) -> Judged:            # scores of task P
+    text: str,           # a completion, whatever it says
+    truth: PolicyTruth,  # the position's facts
+    cfg: RewardConfig,   # costs and credits
+) -> Judged:             # scores of task P
     """Read a policy completion once and score its four parts."""
     answer = read_policy(text)
     scores = (policy_format(answer, truth), candidates_score(answer, truth, cfg),
@@ -275,10 +275,10 @@ def judge_policy(
 
 # %% ../nbs/05_rewards.ipynb #fdb62e55
 def judge_env(
-    text: str,         # a completion, whatever it says
-    truth: EnvStep,    # the right answer
-    cfg: RewardConfig, # tolerance
-) -> Judged:           # scores of task A
+    text: str,          # a completion, whatever it says
+    truth: EnvStep,     # the right answer
+    cfg: RewardConfig,  # tolerance
+) -> Judged:            # scores of task A
     """Read an environment completion once and score its four parts."""
     answer = read_env(text)
     scores = env_scores(answer, truth, cfg)
@@ -286,10 +286,10 @@ def judge_env(
     return Judged('A', scores, answer.well_formed, (answer.new_fen is not None, complete, answer.well_formed), truth)
 
 def judge(
-    text: str,                    # a completion, whatever it says
-    truth: PolicyTruth | EnvStep, # what is right; its type says which task
-    cfg: RewardConfig,            # costs, credits, tolerance
-) -> Judged:                      # four scores, readable, rungs, the truth
+    text: str,                     # a completion, whatever it says
+    truth: PolicyTruth | EnvStep,  # what is right; its type says which task
+    cfg: RewardConfig,             # costs, credits, tolerance
+) -> Judged:                       # four scores, readable, rungs, the truth
     """Score a completion of either task."""
     return (judge_policy if isinstance(truth, PolicyTruth) else judge_env)(text, truth, cfg)
 
@@ -299,9 +299,9 @@ ALL_RIGHT = .95                                      # raw from here on earns th
 
 
 def ladder_rung(
-    judged: Judged, # a judged completion
-    raw: float,     # weighted mean of its scores
-) -> int:           # 0 to 5
+    judged: Judged,  # a judged completion
+    raw: float,      # weighted mean of its scores
+) -> int:            # 0 to 5
     """Count the rungs climbed before the first that is missed."""
     content = sum(judged.scores[1:])/3 > .5
     rungs = (*judged.rungs, content, raw >= ALL_RIGHT)
@@ -309,10 +309,10 @@ def ladder_rung(
 
 
 def shape_reward(
-    judged: Judged,    # a judged completion
-    raw: float,        # weighted mean of its scores, in [0, 1]
-    cfg: RewardConfig, # shaping, penalty
-) -> float:            # reward in [penalty, 1]
+    judged: Judged,     # a judged completion
+    raw: float,         # weighted mean of its scores, in [0, 1]
+    cfg: RewardConfig,  # shaping, penalty
+) -> float:             # reward in [penalty, 1]
     """Turn the blend of scores into the reward."""
     if cfg.shaping in ADDITIVE:
         return cfg.penalty + (1 - cfg.penalty)*raw
@@ -338,17 +338,17 @@ class Analyser(Protocol):
 
     def analyse(
         self,
-        fen: str, # position, side to move included
-    ) -> Sequence[Candidate]: # moves with evaluations, best first
+        fen: str,  # position, side to move included
+    ) -> Sequence[Candidate]:  # moves with evaluations, best first
         """Return the engine's candidates for the side to move, best first."""
 
 
 # %% ../nbs/05_rewards.ipynb #cce6a954
 @lru_cache(maxsize=1024)
 def stored_truth(
-    prompt: str, # P: or A: prompt
-    target: str, # the completion that would be perfect
-) -> PolicyTruth | EnvStep: # what the completion is compared with
+    prompt: str,  # P: or A: prompt
+    target: str,  # the completion that would be perfect
+) -> PolicyTruth | EnvStep:  # what the completion is compared with
     """Read a stored target; cached, because every prompt is scored many times."""
     if task_of(prompt) == 'P':
         answer = parse_policy(target)
@@ -366,17 +366,17 @@ def stored_truth(
 # %% ../nbs/05_rewards.ipynb #da6725b0
 @lru_cache(maxsize=1024)
 def rules_truth(
-    prompt: str, # A: prompt, fen+uci+history+
-) -> EnvStep:    # the answer by the rules of chess
+    prompt: str,  # A: prompt, fen+uci+history+
+) -> EnvStep:     # the answer by the rules of chess
     """Make the move of an A: prompt; cached."""
     asked = read_prompt(prompt)
     return env_step(asked.fen, asked.uci, asked.history)
 
 
 def engine_truth(
-    prompt: str,      # P: prompt
-    engine: Analyser, # gives candidates for a position
-) -> PolicyTruth:     # the engine's view
+    prompt: str,       # P: prompt
+    engine: Analyser,  # gives candidates for a position
+) -> PolicyTruth:      # the engine's view
     """Ask the engine, which keeps its own cache."""
     fen = read_prompt(prompt).fen
     lines = engine.analyse(fen)
@@ -386,10 +386,10 @@ def engine_truth(
 
 
 def find_truth(
-    prompt: str,             # P: or A: prompt
-    target: str | None,      # stored perfect completion, or None
-    engine: Analyser | None, # asked for P: prompts without a target
-) -> PolicyTruth | EnvStep:  # what a completion is compared with
+    prompt: str,              # P: or A: prompt
+    target: str | None,       # stored perfect completion, or None
+    engine: Analyser | None,  # asked for P: prompts without a target
+) -> PolicyTruth | EnvStep:   # what a completion is compared with
     """A: the rules, whatever is stored. P: the stored target if there is one, else the engine."""
     stored = None if target is None else stored_truth(prompt, target)
     if task_of(prompt) == 'A':
@@ -406,8 +406,8 @@ class RunningNorm:
 
     def __init__(
         self,
-        momentum: float = .99, # share of the old value kept per batch
-        floor: float = .05,    # smallest standard deviation divided by
+        momentum: float = .99,  # share of the old value kept per batch
+        floor: float = .05,     # smallest standard deviation divided by
     ) -> None:
         self.momentum, self.floor = momentum, floor
         self.mean: float | None = None
@@ -415,8 +415,8 @@ class RunningNorm:
 
     def __call__(
         self,
-        rewards: Tensor, # (B,) one task's rewards of a batch
-    ) -> Tensor:         # (B,) shifted and scaled
+        rewards: Tensor,  # (B,) one task's rewards of a batch
+    ) -> Tensor:          # (B,) shifted and scaled
         """Update the averages once with this batch, then normalise it."""
         mean, std = float(rewards.mean()), float(rewards.std(correction=0))
         keep = 0. if self.mean is None else self.momentum
@@ -439,9 +439,9 @@ def final_rewards(
 
 # %% ../nbs/05_rewards.ipynb #482f0ca0
 def blend_shares(
-    cfg: RewardConfig, # weights, reward_warmup_steps
-    step: int,         # scorer calls so far
-) -> dict[str, tuple[float, ...]]: # share of each of a task's four scores, format first; sums to 1
+    cfg: RewardConfig,  # weights, reward_warmup_steps
+    step: int,          # scorer calls so far
+) -> dict[str, tuple[float, ...]]:  # share of each of a task's four scores, format first; sums to 1
     """How much each score counts at this step of the warm-up."""
     progress = min(1., step/cfg.reward_warmup_steps) if cfg.reward_warmup_steps else 1.
     shares = {}
@@ -452,10 +452,10 @@ def blend_shares(
 
 # %% ../nbs/05_rewards.ipynb #038e55a1
 def component_row(
-    judged: Judged,                         # a judged completion
-    terms: Sequence[tuple[float, Scaling]], # share in the blend and curve of each score
-    cfg: RewardConfig,                      # shaping, penalty
-) -> tuple:                                 # one value per column of COLUMNS
+    judged: Judged,                          # a judged completion
+    terms: Sequence[tuple[float, Scaling]],  # share in the blend and curve of each score
+    cfg: RewardConfig,                       # shaping, penalty
+) -> tuple:                                  # one value per column of COLUMNS
     """Scale, blend and shape one completion's scores."""
     scores = [scale_score(score, curve) for score, (_, curve) in zip(judged.scores, terms)]
     raw = min(1., sum(score*share for score, (share, _) in zip(scores, terms)))
@@ -465,7 +465,7 @@ def component_row(
 
 
 def component_table(
-    judged: Sequence[Judged | None], # B judged completions; None: nobody could say what is right
+    judged: Sequence[Judged | None],  # B judged completions; None: nobody could say what is right
     cfg: RewardConfig,        # weights, scalings, shaping
     step: int,                # scorer calls so far, for the warm-up
 ) -> pd.DataFrame:            # B rows, COLUMNS; NaN where a score belongs to the other task, or to nobody
@@ -487,9 +487,9 @@ class EngineSilent(EngineError):
 
 
 def engine_questions(
-    prompts: Sequence[str],        # B prompts
-    targets: Sequence[str | None], # B perfect completions, None where there is none
-) -> list[str]:                    # FENs, each once
+    prompts: Sequence[str],         # B prompts
+    targets: Sequence[str | None],  # B perfect completions, None where there is none
+) -> list[str]:                     # FENs, each once
     """The positions that only an engine can judge: those of P: prompts without a target."""
     return list(dict.fromkeys(read_prompt(prompt).fen for prompt, target in zip(prompts, targets)
                               if target is None and task_of(prompt) == 'P'))
@@ -498,9 +498,9 @@ def engine_questions(
 @dataclass(frozen=True)
 class Scores:
     """Rewards for the optimiser, and the table that says where they come from."""
-    rewards: Tensor          # (B,) float32, normalised if the configuration says so
-    components: pd.DataFrame # B rows: task, scaled scores (NaN for the other task's), raw, reward before normalisation
-    judged: Sequence[Judged | None] = () # B comparisons that they come from; None: nobody could say what is right
+    rewards: Tensor           # (B,) float32, normalised if the configuration says so
+    components: pd.DataFrame  # B rows: task, scaled scores (NaN for the other task's), raw, reward before normalisation
+    judged: Sequence[Judged | None] = ()  # B comparisons that they come from; None: nobody could say what is right
 
 # %% ../nbs/05_rewards.ipynb #bf9bf73a
 class PatientEngine:
@@ -508,14 +508,14 @@ class PatientEngine:
 
     def __init__(
         self,
-        engine: Analyser, # whose failures are counted
+        engine: Analyser,  # whose failures are counted
     ) -> None:
         self.engine, self.failures = engine, 0
         self.asked, self.thread = {}, ThreadPoolExecutor(1, 'engine')
 
     def ask(
         self,
-        fens: Iterable[str], # positions that `analyse` will be called with; questions asked before are forgotten
+        fens: Iterable[str],  # positions that `analyse` will be called with; questions asked before are forgotten
     ) -> None:
         """Let the engine think in the background, one position after the other."""
         for question in self.asked.values(): question.cancel()
@@ -523,8 +523,8 @@ class PatientEngine:
 
     def analyse(
         self,
-        fen: str, # position, side to move included
-    ) -> Sequence[Candidate]: # what the engine says, best first
+        fen: str,  # position, side to move included
+    ) -> Sequence[Candidate]:  # what the engine says, best first
         """The engine's answer, waited for where it was asked ahead; an answer forgets the failures before it."""
         try:
             answer = self.asked[fen].result() if fen in self.asked else self.engine.analyse(fen)
@@ -544,11 +544,11 @@ class PatientEngine:
 
 # %% ../nbs/05_rewards.ipynb #74e23d07
 def find_truths(
-    prompts: Sequence[str],              # B prompts
-    completions: Sequence[str],          # B texts, only counted
-    targets: Sequence[str | None] | None,# B perfect completions, None where there is none
-    engine: Analyser | None,             # asked for P: prompts without a target
-) -> list[PolicyTruth | EnvStep | None]: # one per completion; None where the engine failed on that prompt alone
+    prompts: Sequence[str],                # B prompts
+    completions: Sequence[str],            # B texts, only counted
+    targets: Sequence[str | None] | None,  # B perfect completions, None where there is none
+    engine: Analyser | None,               # asked for P: prompts without a target
+) -> list[PolicyTruth | EnvStep | None]:   # one per completion; None where the engine failed on that prompt alone
     """Find what is right for every completion, each prompt once, before anything is scored."""
     targets = [None]*len(prompts) if targets is None else targets
     if not len(prompts) == len(completions) == len(targets):
@@ -567,12 +567,12 @@ def find_truths(
 
 
 def judge_rows(
-    engine: Analyser | None,             # asked for P: prompts without a target
-    cfg: RewardConfig,                   # costs, credits, tolerance
-    prompts: Sequence[str],              # B prompts
-    completions: Sequence[str],          # B texts, whatever they say
-    targets: Sequence[str | None] | None,# B perfect completions, None where there is none
-) -> list[Judged | None]:                # one per completion; None: nobody could say what is right
+    engine: Analyser | None,               # asked for P: prompts without a target
+    cfg: RewardConfig,                     # costs, credits, tolerance
+    prompts: Sequence[str],                # B prompts
+    completions: Sequence[str],            # B texts, whatever they say
+    targets: Sequence[str | None] | None,  # B perfect completions, None where there is none
+) -> list[Judged | None]:                  # one per completion; None: nobody could say what is right
     """Find every truth and judge every completion; no row depends on another."""
     truths = find_truths(prompts, completions, targets, engine)
     return [None if truth is None else judge(text, truth, cfg) for text, truth in zip(completions, truths)]
@@ -582,9 +582,9 @@ class RewardScorer:
     """Score completions against stored targets, the rules and an engine."""
     def __init__(
         self,
-        cfg: RewardConfig | None = None, # weights, shaping and the rest; None is the default
-        engine: Analyser | None = None,  # answers for P: prompts that bring no target
-        spread: Callable[..., list] = lambda judge, *columns: judge(*columns), # who judges which rows
+        cfg: RewardConfig | None = None,  # weights, shaping and the rest; None is the default
+        engine: Analyser | None = None,   # answers for P: prompts that bring no target
+        spread: Callable[..., list] = lambda judge, *columns: judge(*columns),  # who judges which rows
     ) -> None:
         self.cfg, self.step, self.spread = cfg or RewardConfig(), 0, spread
         self.engine, self.patient = engine, engine and PatientEngine(engine)
@@ -592,10 +592,10 @@ class RewardScorer:
 
     def __call__(
         self,
-        prompts: Sequence[str],                      # N prompts, P: or A:, each once for every completion of it
-        completions: Sequence[str],                  # N texts, whatever they say
-        targets: Sequence[str | None] | None = None, # N perfect completions, None where there is none
-    ) -> Scores:                                     # rewards (N,) and the table of components
+        prompts: Sequence[str],                       # N prompts, P: or A:, each once for every completion of it
+        completions: Sequence[str],                   # N texts, whatever they say
+        targets: Sequence[str | None] | None = None,  # N perfect completions, None where there is none
+    ) -> Scores:                                      # rewards (N,) and the table of components
         """Find every truth, score every completion, count the call."""
         judged = self.spread(partial(judge_rows, self.patient, self.cfg), prompts, completions, targets)
         components, self.step = component_table(judged, self.cfg, self.step), self.step + 1
@@ -611,7 +611,7 @@ class RewardScorer:
 
     def load_state_dict(
         self,
-        state: dict[str, Any], # as `state_dict` gave it
+        state: dict[str, Any],  # as `state_dict` gave it
     ) -> None:
         """Continue where another scorer stopped."""
         self.step = state['step']

@@ -39,8 +39,8 @@ _HARMLESS = chess.STATUS_BAD_CASTLING_RIGHTS | chess.STATUS_INVALID_EP_SQUARE  #
 
 @functools.lru_cache(maxsize=1024)
 def parse_board(
-    fen:str,        # FEN of a possible position
-)->chess.Board:     # shared between callers: copy it before pushing
+    fen: str,      # FEN of a possible position
+) -> chess.Board:  # shared between callers: copy it before pushing
     "The board of a FEN; one that describes no position, or an impossible one, is an InvalidFen that says why."
     try: board = chess.Board(fen)
     except (ValueError, AttributeError, TypeError) as error:
@@ -52,8 +52,8 @@ def parse_board(
 
 @functools.lru_cache(maxsize=1024)
 def legal_moves(
-    fen:str,          # FEN of a possible position
-)->frozenset[str]:    # lower-case UCI; castling as the king's move (e1g1)
+    fen: str,         # FEN of a possible position
+) -> frozenset[str]:  # lower-case UCI; castling as the king's move (e1g1)
     "All legal moves of the side to move."
     return frozenset(move.uci() for move in parse_board(fen).legal_moves)
 
@@ -62,16 +62,16 @@ MATE_REWARD, DRAW_REWARD, ILLEGAL_REWARD, ORDINARY_REWARD = 1.0, 0.5, -1.0, 0.00
 
 class EnvStep(NamedTuple):
     "What the environment answers to one move."
-    new_fen:str      # the position after the move; unchanged after an illegal one
-    reward:float     # from the mover's side: 1.0 mate, 0.5 draw, -1.0 illegal, else 0.001
-    terminated:bool  # the game is over
-    truncated:bool   # the move was illegal or malformed
+    new_fen: str      # the position after the move; unchanged after an illegal one
+    reward: float     # from the mover's side: 1.0 mate, 0.5 draw, -1.0 illegal, else 0.001
+    terminated: bool  # the game is over
+    truncated: bool   # the move was illegal or malformed
 
 def env_step(
-    fen:str,                    # FEN of a possible position
-    uci:str,                    # the move, any text
-    history:Sequence[str]=(),   # as in `env_prompt`, the current move last; taken for the same call, decides nothing
-)->EnvStep:                     # next position, reward, flags
+    fen: str,                     # FEN of a possible position
+    uci: str,                     # the move, any text
+    history: Sequence[str] = (),  # as in `env_prompt`, the current move last; taken for the same call, decides nothing
+) -> EnvStep:                     # next position, reward, flags
     "Play one move by the rules of chess."
     if uci not in legal_moves(fen): return EnvStep(fen, ILLEGAL_REWARD, False, True)
     board = parse_board(fen).copy(stack=False)
@@ -84,7 +84,7 @@ def env_step(
 # %% ../nbs/03_rules.ipynb #4d277b58
 _CASTLING = re.compile('-|(?=.)K?Q?k?q?')
 
-def _plain(board:str, castling:str, passant:str)->bool: # python-chess would write the same; cheaper than asking it
+def _plain(board: str, castling: str, passant: str) -> bool:  # python-chess would write the same; cheaper than to ask
     if passant != '-' or not _CASTLING.fullmatch(castling): return False
     rows = board.split('/')
     white, black = (re.sub('[1-8]', lambda empty: '.'*int(empty[0]), rows[at]) for at in (-1, 0))
@@ -92,8 +92,8 @@ def _plain(board:str, castling:str, passant:str)->bool: # python-chess would wri
     return castling == '-' or all(corners[right][0] == corners[right][1] for right in castling)
 
 def fen_key(
-    fen:str, # FEN
-)->str:      # board, side to move, castling, en passant
+    fen: str,  # FEN
+) -> str:      # board, side to move, castling, en passant
     "The identity of a position: its FEN without the two counters."
     fields = fen.split()
     if len(fields) < 4: raise InvalidFen(f"a FEN has at least four fields, {fen!r} has {len(fields)}")
@@ -105,8 +105,8 @@ def fen_key(
 _LOGISTIC_PER_CENTIPAWN = 0.00368208  # lichess, fitted to the results of rapid games between players rated 2300
 
 def win_probability(
-    pawns:float, # evaluation from the side to move, pawns; mate as +-(100000 - n)/100
-)->float:        # expected score of the side to move, 0-1
+    pawns: float,  # evaluation from the side to move, pawns; mate as +-(100000 - n)/100
+) -> float:        # expected score of the side to move, 0-1
     "The chance of winning that an evaluation means: 1 / (1 + exp(-0.00368208 * centipawns)), as lichess has it."
     return 0.5 * (1.0 + math.tanh(0.5 * _LOGISTIC_PER_CENTIPAWN * 100.0 * pawns))   # the same, and never overflows
 
@@ -115,12 +115,12 @@ MATE_SCORE = 100_000   # centipawns
 
 class Candidate(NamedTuple):
     "One line of an engine's answer."
-    uci:str      # the move
-    pawns:float  # its evaluation from the side to move; mate in n is (100000 - n)/100
+    uci: str      # the move
+    pawns: float  # its evaluation from the side to move; mate in n is (100000 - n)/100
 
 def _read_info(
-    line:str,    # an "info ... multipv k score cp|mate x ... pv move ..." line
-)->Candidate:    # the line's first move and its score
+    line: str,   # an "info ... multipv k score cp|mate x ... pv move ..." line
+) -> Candidate:  # the line's first move and its score
     "One line of UCI output; mate in n counts as (100000 - n) centipawns, mated in n as its negative."
     words = line.split()
     kind, value = words[words.index('score') + 1:][:2]
@@ -145,8 +145,8 @@ PATIENCE = 8  # failed questions in a row that are put down to the positions; th
 _REMEDY = "install it (Debian: apt install stockfish, macOS: brew install stockfish) or give --stockfish-path"
 
 def find_stockfish(
-    path:str|Path|None=None, # an executable or a command name; None: look on $PATH and in the usual folders
-)->str:                      # path of an executable
+    path: str | Path | None = None,  # an executable or a command name; None: look on $PATH and in the usual folders
+) -> str:                            # path of an executable
     "Find the Stockfish executable."
     if path is not None:
         if found := shutil.which(str(path)): return found
@@ -159,7 +159,7 @@ def find_stockfish(
 class _EngineProcess:
     "One running UCI engine; every exchange ends in time, because a watchdog kills a process that is late."
 
-    def __init__(self, path:str, options:dict[str, int], timeout:float):
+    def __init__(self, path: str, options: dict[str, int], timeout: float):
         self.timeout, self.owner, self.name = timeout, os.getpid(), path
         self._popen = subprocess.Popen([path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
                                        encoding='utf-8', errors='replace', start_new_session=True)  # Ctrl-C is ours
@@ -174,12 +174,12 @@ class _EngineProcess:
             self.kill()
             raise
 
-    def _watch(self)->None:   # one thread for all answers: to start one for each costs more than a short search
+    def _watch(self) -> None:  # one thread for all answers: to start one for each costs more than a short search
         while self._popen.poll() is None:
             if (left := self._due - time.monotonic()) <= 0: self._popen.kill()
             time.sleep(min(max(left, .002), .05))
 
-    def ask(self, commands:Sequence[str], last_word:str, seconds:float|None=None)->Iterator[str]:
+    def ask(self, commands: Sequence[str], last_word: str, seconds: float | None = None) -> Iterator[str]:
         seconds = seconds or self.timeout
         self._due = time.monotonic() + seconds
         try:
@@ -190,7 +190,7 @@ class _EngineProcess:
                 yield line
         finally: self._due = math.inf
 
-    def kill(self)->None:
+    def kill(self) -> None:
         self._popen.kill()
         self._popen.wait()
         for pipe in (self._popen.stdin, self._popen.stdout):
@@ -201,18 +201,18 @@ _T = TypeVar('_T')
 
 class _Closing:
     "What has to be closed may be used in a `with` statement."
-    def __enter__(self)->Self: return self
-    def __exit__(self, *exc)->None: self.close()
+    def __enter__(self) -> Self: return self
+    def __exit__(self, *exc) -> None: self.close()
 
 # %% ../nbs/03_rules.ipynb #06c4b12e
 class _KeptEngine(_Closing):
     "An engine that is started when first needed and replaced when it fails; one exchange at a time."
 
-    def __init__(self, path:str, options:dict[str, int], timeout:float):
+    def __init__(self, path: str, options: dict[str, int], timeout: float):
         self.path, self._options, self._timeout, self.restarts = path, options, timeout, 0
         self._process, self._lock = None, threading.RLock()
 
-    def _exchange(self, about:str, talk:Callable[[_EngineProcess], _T])->_T:
+    def _exchange(self, about: str, talk: Callable[[_EngineProcess], _T]) -> _T:
         with self._lock:
             for attempt in (1, 2):
                 try: return talk(self._running())
@@ -226,16 +226,16 @@ class _KeptEngine(_Closing):
         raise EngineError(f"{self.path} failed twice on {about!r}: {failure}")
 
     @functools.cached_property
-    def name(self)->str:
+    def name(self) -> str:
         "The engine's own name and version; asking for it starts the engine, so one that cannot be used is found out."
         return self._exchange('uci', lambda engine: engine.name)
 
-    def _running(self)->_EngineProcess:
+    def _running(self) -> _EngineProcess:
         if self._process is None or self._process.owner != os.getpid():   # a forked child starts its own
             self._process = _EngineProcess(self.path, self._options, self._timeout)
         return self._process
 
-    def _end(self)->None:
+    def _end(self) -> None:
         with self._lock:
             process, self._process = self._process, None
             if process is not None and process.owner == os.getpid(): process.kill()
@@ -243,7 +243,7 @@ class _KeptEngine(_Closing):
 # %% ../nbs/03_rules.ipynb #12062813
 _MOST_NODES = 1_000_000
 
-def _report(process:_EngineProcess, fen:str, nodes:int, fresh:bool)->list[Candidate]:
+def _report(process: _EngineProcess, fen: str, nodes: int, fresh: bool) -> list[Candidate]:
     newest = {}   # per line number; their depths may differ
     forget = ['ucinewgame', 'isready'] if fresh else []
     for line in process.ask([*forget, f'position fen {fen}', f'go nodes {nodes}'], 'bestmove'):
@@ -251,7 +251,7 @@ def _report(process:_EngineProcess, fen:str, nodes:int, fresh:bool)->list[Candid
             newest[int(line.split(' multipv ', 1)[1].split(' ', 1)[0])] = line
     return [_read_info(line) for _, line in sorted(newest.items())]
 
-def _search(process:_EngineProcess, fen:str, nodes:int, multipv:int, fresh:bool)->tuple[Candidate, ...]:
+def _search(process: _EngineProcess, fen: str, nodes: int, multipv: int, fresh: bool) -> tuple[Candidate, ...]:
     legal = legal_moves(fen)
     wanted = min(multipv, len(legal))
     lines = _report(process, fen, nodes, fresh)
@@ -265,7 +265,7 @@ def _search(process:_EngineProcess, fen:str, nodes:int, multipv:int, fresh:bool)
 class CacheError(ValueError):
     "The file of stored engine answers cannot be used."
 
-def _open_database(path:Path)->sqlite3.Connection:
+def _open_database(path: Path) -> sqlite3.Connection:
     path.parent.mkdir(parents=True, exist_ok=True)
     db = sqlite3.connect(path, timeout=60, check_same_thread=False, isolation_level=None)
     db.execute('PRAGMA journal_mode=WAL')
@@ -278,11 +278,11 @@ class AnalysisCache(_Closing):
     "Engine answers on disk, in one SQLite file that several threads and processes may share."
 
     def __init__(self,
-        path:str|Path, # the file; made on first use
+        path: str | Path,  # the file; made on first use
     ):
         self.path, self._lock, self._db, self._owner = Path(path), threading.Lock(), None, None
 
-    def _execute(self, sql:str, values:tuple)->list[tuple]:
+    def _execute(self, sql: str, values: tuple) -> list[tuple]:
         with self._lock:
             try:
                 if self._owner != os.getpid():   # first use, or a fork: SQLite connections must not cross one
@@ -292,20 +292,20 @@ class AnalysisCache(_Closing):
                 raise CacheError(f"engine cache {str(self.path)!r}: {error}") from error
 
     def get(self,
-        key:str,                          # everything the answer depends on, as text
-    )->tuple[Candidate, ...]|None:        # the stored answer, best first; None: not stored
+        key: str,                       # everything the answer depends on, as text
+    ) -> tuple[Candidate, ...] | None:  # the stored answer, best first; None: not stored
         "Look an answer up."
         rows = self._execute('SELECT answer FROM analysis WHERE key = ?', (key,))
         return tuple(Candidate(*line) for line in json.loads(rows[0][0])) if rows else None
 
     def put(self,
-        key:str,                      # everything the answer depends on, as text
-        answer:Iterable[Candidate],   # best first
-    )->None:
+        key: str,                     # everything the answer depends on, as text
+        answer: Iterable[Candidate],  # best first
+    ) -> None:
         "Store an answer."
         self._execute('INSERT OR REPLACE INTO analysis VALUES (?, ?)', (key, json.dumps(list(answer))))
 
-    def close(self)->None:
+    def close(self) -> None:
         "Close the file; it opens again when used."
         with self._lock:
             if self._db is not None and self._owner == os.getpid(): self._db.close()
@@ -316,13 +316,13 @@ class Stockfish(_KeptEngine):
     "An engine as ground truth: node limits, one thread, reproducible answers, restarted when it hangs or dies."
 
     def __init__(self,
-        path:str|Path|None=None,                    # executable; None: find_stockfish
-        nodes:int=1000,                             # search limit per position, nodes
-        multipv:int=5,                              # moves wanted per position
-        hash_mb:int=1,                              # hash table, MB; 1 is plenty for 1000 nodes, and quickly cleared
-        timeout:float|None=None,                    # longest time for one answer, seconds; None: 10, or by nodes
-        cache:AnalysisCache|str|Path|None=None,     # answers on disk; a path opens one
-        fresh:bool=True,                            # forget before each position; False: faster, order-dependent
+        path: str | Path | None = None,                  # executable; None: find_stockfish
+        nodes: int = 1000,                               # search limit per position, nodes
+        multipv: int = 5,                                # moves wanted per position
+        hash_mb: int = 1,                                # hash table, MB; plenty for 1000 nodes, and soon cleared
+        timeout: float | None = None,                    # longest time for one answer, seconds; None: 10, or by nodes
+        cache: AnalysisCache | str | Path | None = None,  # answers on disk; a path opens one
+        fresh: bool = True,                              # forget before each position; False: faster, order-dependent
     ):
         if timeout is None: timeout = max(10., nodes/50_000)
         for name, value in (('nodes', nodes), ('multipv', multipv), ('hash_mb', hash_mb), ('timeout', timeout)):
@@ -333,8 +333,8 @@ class Stockfish(_KeptEngine):
         self.cache = AnalysisCache(cache) if isinstance(cache, (str, Path)) else cache
 
     def analyse(self,
-        fen:str,                   # FEN of a possible position
-    )->tuple[Candidate, ...]:      # best first; fewer than multipv where fewer moves are legal, () where none is
+        fen: str,                # FEN of a possible position
+    ) -> tuple[Candidate, ...]:  # best first; fewer than multipv where fewer moves are legal, () where none is
         "The best moves and their evaluations; the same position always gets the same answer."
         fen = parse_board(fen).fen()
         if not legal_moves(fen): return ()
@@ -344,7 +344,7 @@ class Stockfish(_KeptEngine):
         if key: self.cache.put(key, answer)
         return answer
 
-    def close(self)->None:
+    def close(self) -> None:
         "End the engine process; the next analysis starts another."
         self._end()
         if self.cache is not None: self.cache.close()
@@ -354,8 +354,8 @@ class StockfishPool(_Closing):
     "Several engines at once; answers come in the order of the questions."
 
     def __init__(self,
-        workers:int=2,        # engine processes
-        **options:Any,        # as for Stockfish: path, nodes, multipv, hash_mb, timeout, cache, fresh
+        workers: int = 2,  # engine processes
+        **options: Any,    # as for Stockfish: path, nodes, multipv, hash_mb, timeout, cache, fresh
     ):
         if workers < 1: raise EngineError(f"workers must be at least 1, not {workers!r}")
         cache = options.pop('cache', None)
@@ -366,23 +366,23 @@ class StockfishPool(_Closing):
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix='stockfish')
 
     def analyse(self,
-        fen:str,                   # FEN of a possible position
-    )->tuple[Candidate, ...]:      # as Stockfish.analyse
+        fen: str,                # FEN of a possible position
+    ) -> tuple[Candidate, ...]:  # as Stockfish.analyse
         "The answer of whichever engine is free."
         engine = self._free.get()
         try: return engine.analyse(fen)
         finally: self._free.put(engine)
 
     def analyse_many(self,
-        fens:Iterable[str],                # FENs; a repeated one is analysed once
-    )->list[tuple[Candidate, ...]]:        # one answer per FEN, in order
+        fens: Iterable[str],           # FENs; a repeated one is analysed once
+    ) -> list[tuple[Candidate, ...]]:  # one answer per FEN, in order
         "Analyse positions side by side."
         fens = list(fens)
         distinct = list(dict.fromkeys(fens))
         answers = dict(zip(distinct, self._threads.map(self.analyse, distinct)))
         return [answers[fen] for fen in fens]
 
-    def close(self)->None:
+    def close(self) -> None:
         "End all engine processes."
         self._threads.shutdown(cancel_futures=True)
         for engine in self.engines: engine.close()

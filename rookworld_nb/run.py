@@ -270,9 +270,9 @@ def memory_components(
 
 # %% ../nbs/21_run.ipynb #181e63d2
 def profile_batches(
-    run: Setup,           # afterwards as before
-    target: float = 0.85, # share of the memory that a batch may take
-) -> dict[str, Any]:      # plain values: optimal, components_gb of it, profiles, target, reason, line
+    run: Setup,            # afterwards as before
+    target: float = 0.85,  # share of the memory that a batch may take
+) -> dict[str, Any]:       # plain values: optimal, components_gb of it, profiles, target, reason, line
     "Find the largest batch that fits, and what its memory goes to."
     sizes = tuple((positions, run.config.group_size) for positions, _ in SIZES)
     found = search_batch(partial(trial_run, run), run.model.wte.weight.device, sizes, target)
@@ -309,7 +309,7 @@ def examine(
 
 def glance(
     run: Setup,  # between two steps; nothing that the training draws is touched
-) -> dict[str, float]: # eval/<task>_<metric>: mean over the held-out positions
+) -> dict[str, float]:  # eval/<task>_<metric>: mean over the held-out positions
     "Greedy answers of the policy as it is, for the metrics of a step."
     table = evaluate(run.model, run.tokenizer, run.heldout, 0., run.config.seed, run.scorer,
                      max_new_tokens=run.config.max_new_tokens, ranks=run.ranks)
@@ -345,7 +345,7 @@ def finish(
 # %% ../nbs/21_run.ipynb #3fc4ad41
 def origin_of(
     run: Setup,  # its models and samples
-) -> dict[str, str]: # fingerprints of the reference's weights and of the prompts
+) -> dict[str, str]:  # fingerprints of the reference's weights and of the prompts
     "What a run starts with."
     texts = (text for sample in run.samples for text in (sample.prompt, sample.completion))
     return {'reference': fingerprint(model_bytes(run.reference)), 'data': fingerprint(texts)}
@@ -541,9 +541,9 @@ def writer_of(
 
 # %% ../nbs/21_run.ipynb #edff0146
 def starting_config(
-    config: TrainConfig, # what is asked for
-    ranks: Ranks,        # the processes that do it together
-) -> TrainConfig:        # of a run that goes on, its own
+    config: TrainConfig,  # what is asked for
+    ranks: Ranks,         # the processes that do it together
+) -> TrainConfig:         # of a run that goes on, its own
     "The configuration to start with: two ways to choose the batch are refused, and a run that goes on has its own."
     if config.resume:
         return resumed_config(**asked_for(config))

@@ -31,7 +31,7 @@ def draw(
     logits: Tensor,      # (N, V) next-token scores, any float type
     temperature: float,  # >= 0; 0 takes the best token
     noise: Tensor,       # (N,) uniform in [0, 1), one number a row; unused at temperature 0
-) -> tuple[Tensor, Tensor]: # (N,) ids and (N,) their log-probabilities, nats, fp32 (temperature 0: those at 1)
+) -> tuple[Tensor, Tensor]:  # (N,) ids and (N,) their log-probabilities, nats, fp32 (temperature 0: those at 1)
     'One token per row by inverse transform: the first whose cumulative probability exceeds the noise.'
     logprobs = (logits.float()/(temperature or 1.)).log_softmax(-1)
     if temperature == 0: ids = logprobs.argmax(-1, keepdim=True)
@@ -42,10 +42,10 @@ def draw(
 
 # %% ../nbs/06_sampling.ipynb #4407b6f1
 def encode_prompts(
-    tokenizer: Tokenizer,   # a tokenizer of the `tokenizers` library
-    prompts: Sequence[str], # B texts
-    pad_id: int,            # any id of the vocabulary; it is masked out
-) -> tuple[Tensor, Tensor]: # (B, P) int64 ids and (B, P) bool, True at real tokens; padding on the left
+    tokenizer: Tokenizer,    # a tokenizer of the `tokenizers` library
+    prompts: Sequence[str],  # B texts
+    pad_id: int,             # any id of the vocabulary; it is masked out
+) -> tuple[Tensor, Tensor]:  # (B, P) int64 ids and (B, P) bool, True at real tokens; padding on the left
     'Token ids of a batch of prompts, padded so that every prompt ends in the last column.'
     encodings = tokenizer.encode_batch(list(prompts), add_special_tokens=False)
     if any(e.overflowing for e in encodings):
@@ -63,7 +63,7 @@ def repack(
     prefix: Prefix,   # the prompts still stored, B of them
     cache: KVCache,   # holds the N rows that are left; its slots are set anew
     owners: Tensor,   # (N,) ascending, which of the B prompts each row continues
-) -> tuple[Prefix, Tensor]: # the prompts still needed, and (N,) owners among them
+) -> tuple[Prefix, Tensor]:  # the prompts still needed, and (N,) owners among them
     'Close the gaps that ended rows left: as few slots per prompt as possible; drop idle prompts from a quarter on.'
     counts = owners.bincount(minlength=len(prefix.lengths))
     kept = counts.nonzero().squeeze(1)
@@ -85,7 +85,7 @@ def decode(
     noise: Tensor,       # (L, N) uniform in [0, 1), N = B*group_size, L the most tokens per row
     temperature: float,  # >= 0; 0 is greedy
     end_id: int,         # a row leaves with its first one
-) -> Iterator[tuple[Tensor, Tensor, Tensor]]: # per step, each (n,) for the n rows alive: rows, ids, log-probabilities
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:  # per step, each (n,) for the n rows alive: rows, ids, log-probabilities
     'Token by token; a row that has ended leaves the batch and is computed no further.'
     limit, n_rows = noise.shape
     rows, cache = torch.arange(n_rows, device=noise.device), KVCache(n_slots=n_rows)
@@ -114,9 +114,9 @@ def generate(
     max_new_tokens: int,     # at most so many tokens per completion; prompt and completion must fit the model
     temperature: float,      # >= 0; 0 is greedy
     end_id: int,             # a row stops with its first one
-    generator: torch.Generator|None=None, # of the noise; None: the global one of the CPU
-    share: slice=slice(None),             # of the prompts: only these are answered, each with its own noise
-) -> tuple[Tensor, Tensor, Tensor]:       # (N, T) ids, bool mask and log-probabilities, T the longest completion
+    generator: torch.Generator | None = None,  # of the noise; None: the global one of the CPU
+    share: slice = slice(None),                # of the prompts: only these are answered, each with its own noise
+) -> tuple[Tensor, Tensor, Tensor]:            # (N, T) ids, bool mask and log-probabilities, T the longest completion
     'Read each prompt once, then decode all rows together; row i*G + j continues prompt i of the share.'
     shape, device = (max_new_tokens, len(prompt_ids), group_size), prompt_ids.device
     noise = torch.rand(shape, generator=generator, device=generator.device if generator else 'cpu')
@@ -124,7 +124,7 @@ def generate(
     shape, t = noise.shape[::-1], -1
     ids = torch.full(shape, end_id, device=device)
     mask, logprobs = torch.zeros(shape, dtype=torch.bool, device=device), torch.zeros(shape, device=device)
-    with torch.autocast(device.type, enabled=False): # weights that a bf16 model converts stay converted until the end
+    with torch.autocast(device.type, enabled=False):  # weights that a bf16 model converts stay converted until the end
         prefix = model.prefill(prompt_ids, prompt_mask) if len(ids) else None
         steps = decode(model, prefix, noise, temperature, end_id) if prefix else ()
         for t, (rows, tokens, chosen) in enumerate(steps):
@@ -146,7 +146,7 @@ class Rollouts:
 
     def to(
         self,
-        device: torch.device|str, # where the tensors shall be
+        device: torch.device | str,  # where the tensors shall be
     ) -> 'Rollouts':
         'The same rollouts with their tensors on another device.'
         values = {f.name: getattr(self, f.name) for f in fields(self)}
@@ -154,11 +154,11 @@ class Rollouts:
 
 # %% ../nbs/06_sampling.ipynb #5bff5831
 def decode_completions(
-    tokenizer: Tokenizer,    # the one that encoded the prompts
-    completion_ids: Tensor,  # (N, T) int64
-    completion_mask: Tensor, # (N, T) bool, True up to and including the first end token
-    end_id: int,             # not part of the text
-) -> list[str]:              # N texts
+    tokenizer: Tokenizer,     # the one that encoded the prompts
+    completion_ids: Tensor,   # (N, T) int64
+    completion_mask: Tensor,  # (N, T) bool, True up to and including the first end token
+    end_id: int,              # not part of the text
+) -> list[str]:               # N texts
     'The text of each completion, cut before its end token.'
     lengths = (completion_mask & (completion_ids != end_id)).sum(1).tolist()
     rows = [row[:n] for row, n in zip(completion_ids.tolist(), lengths)]
@@ -203,9 +203,9 @@ def sample(
     group_size: int,         # G >= 1, samples per prompt
     max_new_tokens: int,     # >= 1; fewer where the longest prompt leaves less room
     temperature: float,      # >= 0, logits are divided by it; 0 is greedy
-    generator: torch.Generator|None=None, # of the noise, on any device; None: the global one of the CPU
-    share: slice=slice(None),# of the prompts: only these are answered, just as they would be among all
-) -> Rollouts:               # B*G completions, row i*G + j is sample j of prompt i of the share
+    generator: torch.Generator | None = None,  # of the noise, on any device; None: the global one of the CPU
+    share: slice = slice(None),  # of the prompts: only these are answered, just as they would be among all
+) -> Rollouts:                   # B*G completions, row i*G + j is sample j of prompt i of the share
     'Sample a group of completions for every prompt; each prompt is read once.'
     check_request(prompts, group_size, max_new_tokens, temperature)
     end_id, device = end_token_id(tokenizer), model.wte.weight.device
@@ -219,9 +219,9 @@ def sample(
 
 # %% ../nbs/06_sampling.ipynb #090ee520
 def length_buckets(
-    lengths: Tensor,    # (B,) int64, tokens of each prompt's longest completion
-    ratio: float=1.5,   # a bucket's longest may be so many times its shortest (which counts as 8 at least)
-) -> list[Tensor]:      # ascending indices into lengths, each in exactly one bucket
+    lengths: Tensor,     # (B,) int64, tokens of each prompt's longest completion
+    ratio: float = 1.5,  # a bucket's longest may be so many times its shortest (which counts as 8 at least)
+) -> list[Tensor]:       # ascending indices into lengths, each in exactly one bucket
     'Prompts whose completions are of like length, so that little is spent on padding.'
     order = lengths.argsort(stable=True)
     cuts, shortest = [], None
@@ -232,13 +232,13 @@ def length_buckets(
 
 # %% ../nbs/06_sampling.ipynb #99b14072
 def completion_hidden(
-    model: GPT,              # differentiable where gradients are on
-    prompt_ids: Tensor,      # (B, P) int64
-    prompt_mask: Tensor,     # (B, P) bool, True at real tokens
-    completion_ids: Tensor,  # (N, T) int64, N = B*group_size
-    completion_mask: Tensor, # (N, T) bool, the M tokens wanted
-    group_size: int,         # G
-) -> Tensor:                 # (M, D) in the order of completion_ids[completion_mask]
+    model: GPT,               # differentiable where gradients are on
+    prompt_ids: Tensor,       # (B, P) int64
+    prompt_mask: Tensor,      # (B, P) bool, True at real tokens
+    completion_ids: Tensor,   # (N, T) int64, N = B*group_size
+    completion_mask: Tensor,  # (N, T) bool, the M tokens wanted
+    group_size: int,          # G
+) -> Tensor:                  # (M, D) in the order of completion_ids[completion_mask]
     'For every active token the hidden state that predicts it; each prompt is computed once per group.'
     T, device = completion_ids.shape[1], completion_ids.device
     if not completion_mask.any(): return model.wte.weight.new_empty(0, model.cfg.n_embd)
@@ -263,7 +263,7 @@ def token_logprobs(
     ids: Tensor,         # (M,) int64, the token that followed each
     temperature: float,  # >= 0; 0 counts as 1
     with_entropy: bool,  # also the entropy of the whole distribution
-) -> tuple[Tensor, Tensor|None]: # (M,) log-probabilities of ids and (M,) entropies, nats, fp32
+) -> tuple[Tensor, Tensor | None]:  # (M,) log-probabilities of ids and (M,) entropies, nats, fp32
     'Log-probabilities of the tokens that followed, and how undecided the model was.'
     logprobs = (model.logits(hidden).float()/(temperature or 1.)).log_softmax(-1)
     chosen = logprobs.gather(1, ids[:, None]).squeeze(1)
@@ -274,7 +274,7 @@ def in_tiles(
     function: Callable,    # (tensors) -> tuple of tensors and Nones, each tensor with one entry per row
     *tensors: Tensor,      # (M, ...) each
     size: int,             # rows handled at once, >= 1
-) -> tuple[Tensor|None, ...]: # as `function` would return for all rows at once
+) -> tuple[Tensor | None, ...]:  # as `function` would return for all rows at once
     'Apply a function to a few rows at a time; backward computes each tile again instead of keeping its inside.'
     tiles = list(zip(*(tensor.split(size) for tensor in tensors)))
     if len(tiles) == 1: return function(*tensors)
@@ -294,14 +294,14 @@ def at_tokens(
 
 
 def hidden_logprobs(
-    model: GPT,              # supplies the unembedding
-    hidden: Tensor,          # (M, D) as `completion_hidden` returns them
-    completion_ids: Tensor,  # (N, T) int64
-    temperature: float,      # >= 0; 0 counts as 1
-    completion_mask: Tensor, # (N, T) bool, M of them True
-    with_entropy: bool=True, # also entropies
-    tile_elements: int=TILE_ELEMENTS, # logits held at once
-) -> tuple[Tensor, Tensor|None]: # (N, T) log-probabilities and entropies, nats, fp32; 0 where masked
+    model: GPT,                 # supplies the unembedding
+    hidden: Tensor,             # (M, D) as `completion_hidden` returns them
+    completion_ids: Tensor,     # (N, T) int64
+    temperature: float,         # >= 0; 0 counts as 1
+    completion_mask: Tensor,    # (N, T) bool, M of them True
+    with_entropy: bool = True,  # also entropies
+    tile_elements: int = TILE_ELEMENTS,  # logits held at once
+) -> tuple[Tensor, Tensor | None]:  # (N, T) log-probabilities and entropies, nats, fp32; 0 where masked
     'The second half of `completion_logprobs`, for those who need the hidden states too.'
     def scored(hidden, ids): return token_logprobs(model, hidden, ids, temperature, with_entropy)
     size = max(1, tile_elements//model.cfg.vocab_size)
@@ -310,16 +310,16 @@ def hidden_logprobs(
 
 # %% ../nbs/06_sampling.ipynb #65690b85
 def completion_logprobs(
-    model: GPT,              # differentiable where gradients are on
-    prompt_ids: Tensor,      # (B, P) int64
-    prompt_mask: Tensor,     # (B, P) bool, True at real tokens
-    completion_ids: Tensor,  # (N, T) int64, N = B*group_size
-    group_size: int,         # G
-    temperature: float,      # the one that was sampled with
-    completion_mask: Tensor, # (N, T) bool
-    with_entropy: bool=True, # False saves one pass over the vocabulary; backward skips an entropy that no loss uses
-    tile_elements: int=TILE_ELEMENTS, # logits held at once; more than that is done in tiles
-) -> tuple[Tensor, Tensor|None]: # (N, T) log-probabilities and entropies, nats, fp32, differentiable; 0 where masked
+    model: GPT,                 # differentiable where gradients are on
+    prompt_ids: Tensor,         # (B, P) int64
+    prompt_mask: Tensor,        # (B, P) bool, True at real tokens
+    completion_ids: Tensor,     # (N, T) int64, N = B*group_size
+    group_size: int,            # G
+    temperature: float,         # the one that was sampled with
+    completion_mask: Tensor,    # (N, T) bool
+    with_entropy: bool = True,  # False saves one pass over the vocabulary; backward skips an entropy that no loss uses
+    tile_elements: int = TILE_ELEMENTS,  # logits held at once; more than that is done in tiles
+) -> tuple[Tensor, Tensor | None]:  # (N, T) log-probabilities and entropies, nats, fp32, differentiable; 0 where masked
     'Log-probabilities of given completions, as `sample` reports them, with gradients.'
     hidden = completion_hidden(model, prompt_ids, prompt_mask, completion_ids, completion_mask, group_size)
     return hidden_logprobs(model, hidden, completion_ids, temperature, completion_mask, with_entropy, tile_elements)

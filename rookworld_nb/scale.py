@@ -420,8 +420,8 @@ def reissue(
 
 # %% ../nbs/24_scale.ipynb #6bcb1bfe
 def study_facts(
-    search: Search,  # on any machine
-) -> dict[str, Any]: # plain values
+    search: Search,   # on any machine
+) -> dict[str, Any]:  # plain values
     "What every worker of a study must agree on."
     apart = {*FREE, *NOT_SEARCHED} - {'steps', 'eval_policy', 'eval_env', 'eval_samples'}
     own = {name: value for name, value in asdict(trial_config(search)).items() if name not in apart}
@@ -513,9 +513,9 @@ def is_done(
 
 
 def trials_of(
-    search: Search,  # what to do
-    study,           # an optuna.Study, its tickets written down
-) -> Iterator[None]: # after each trial
+    search: Search,   # what to do
+    study,            # an optuna.Study, its tickets written down
+) -> Iterator[None]:  # after each trial
     "Do trials until the study is done; a worker whose starter is gone stops after the one at hand."
     optuna, starter = optional_module('optuna', 'search'), parent_process()
     while starter is None or starter.is_alive():

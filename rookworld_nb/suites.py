@@ -45,23 +45,23 @@ class SuiteError(ValueError):
 
 class Question(NamedTuple):
     """One position to find a move in."""
-    fen: str                 # the position, six fields
-    right: frozenset[str]    # the moves that count, UCI
-    points: dict[str, float] # graded suites: move -> points, every other legal move 0; empty where nothing is graded
+    fen: str                  # the position, six fields
+    right: frozenset[str]     # the moves that count, UCI
+    points: dict[str, float]  # graded suites: move -> points, every other legal move 0; empty where nothing is graded
 
 
 @dataclass(frozen=True)
 class Puzzle:
     """What has to be found, move by move."""
-    id: str                         # as the suite names it, or its line number
-    kind: str                       # its format: 'lichess', 'epd' or 'bigbench'
-    questions: tuple[Question, ...] # one for each move of the solver, in the position that the right line leads to
-    rating: int | None = None       # Glicko-2 rating of a Lichess puzzle
+    id: str                          # as the suite names it, or its line number
+    kind: str                        # its format: 'lichess', 'epd' or 'bigbench'
+    questions: tuple[Question, ...]  # one for each move of the solver, in the position that the right line leads to
+    rating: int | None = None        # Glicko-2 rating of a Lichess puzzle
 
 # %% ../nbs/16_suites.ipynb #9d1af8a0
 def mating_moves(
-    board: chess.Board, # any position; the same afterwards
-) -> frozenset[str]:    # UCI
+    board: chess.Board,  # any position; the same afterwards
+) -> frozenset[str]:     # UCI
     """Every move that mates at once."""
     found = set()
     for move in list(board.legal_moves):
@@ -73,8 +73,8 @@ def mating_moves(
 
 
 def lichess_puzzle(
-    row: dict[str, str], # PuzzleId, FEN, Moves; Rating where known
-) -> Puzzle:             # one question per solver move; any mate is right
+    row: dict[str, str],  # PuzzleId, FEN, Moves; Rating where known
+) -> Puzzle:              # one question per solver move; any mate is right
     """A row of the Lichess puzzle database."""
     if missing := [name for name in ('PuzzleId', 'FEN', 'Moves') if not row.get(name)]:
         raise SuiteError(f'a Lichess puzzle needs {", ".join(missing)}')
@@ -93,9 +93,9 @@ COUNTERS = re.compile(r'^(\S+ [wb] \S+ \S+) (\d+) (\d+)(?=\s)')  # some files ke
 
 
 def epd_grades(
-    operations: dict[str, object], # of an EPD line
-    legal: frozenset[str],         # legal moves, UCI
-) -> dict[str, float]:             # move -> points; empty where the line has no c8 and c9
+    operations: dict[str, object],  # of an EPD line
+    legal: frozenset[str],          # legal moves, UCI
+) -> dict[str, float]:              # move -> points; empty where the line has no c8 and c9
     """The graded moves of a line in the manner of STS: c8 the points, c9 the moves in UCI."""
     if not {'c8', 'c9'} <= operations.keys():
         return {}
@@ -155,8 +155,8 @@ def suite_format(
 
 
 def suite_lines(
-    text: str, # content of a suite
-) -> list[tuple[int, str]]: # (number from 1, line) without empty lines and comments; a BIG-bench task.json by example
+    text: str,  # content of a suite
+) -> list[tuple[int, str]]:  # (number from 1, line) without empty lines and comments; a BIG-bench task.json by example
     """The lines that hold puzzles."""
     lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip() and line[0] != '#']
     if text.lstrip().startswith('{'):
@@ -170,7 +170,7 @@ def suite_lines(
 def parse_puzzles(
     text: str,           # a Lichess CSV, EPD lines, BIG-bench JSON lines or its task.json
     name: str = 'text',  # where it comes from, for messages
-    limit: int | None = None, # at most so many, from the start; None: all
+    limit: int | None = None,  # at most so many, from the start; None: all
 ) -> list[Puzzle]:       # in the order of the lines
     """Read a suite, or say which line cannot be read."""
     lines = suite_lines(text)
@@ -193,8 +193,8 @@ def parse_puzzles(
 
 
 def read_puzzles(
-    path: str | Path, # a suite, plain or .gz
-    limit: int | None = None, # at most so many, from the start; None: all
+    path: str | Path,  # a suite, plain or .gz
+    limit: int | None = None,  # at most so many, from the start; None: all
 ) -> list[Puzzle]:    # in the order of the file
     """Read a suite from a file; its format is found by content."""
     path = Path(path)
@@ -264,8 +264,8 @@ def pass_at_k(
 
 # %% ../nbs/16_suites.ipynb #22d5b103
 def solve_chance(
-    steps: pd.DataFrame, # one row a question of a puzzle, in order: chance, chance_early
-) -> float:              # probability that a uniformly random legal mover solves it
+    steps: pd.DataFrame,  # one row a question of a puzzle, in order: chance, chance_early
+) -> float:               # probability that a uniformly random legal mover solves it
     """Every move found, or an early mate: S = early + (chance - early) S of the next question."""
     solved = 1.
     for chance, early in zip(steps['chance'][::-1], steps['chance_early'][::-1]):
@@ -274,8 +274,8 @@ def solve_chance(
 
 
 def suite_scores(
-    table: pd.DataFrame, # from solve
-) -> pd.DataFrame:       # by metric: mean, low, high (95 %), n puzzles, chance (a uniformly random legal mover, exact)
+    table: pd.DataFrame,  # from solve
+) -> pd.DataFrame:        # by metric: mean, low, high (95 %), n puzzles, chance (a uniformly random legal mover, exact)
     """Puzzles solved, first moves, legality, points where graded; pass@k for k = 2, 4, ... where answers repeat."""
     by_puzzle = table.groupby('puzzle')
     found = table.groupby(['puzzle', 'sample'])['right'].all().groupby('puzzle').agg(['sum', 'count', 'mean'])
@@ -296,8 +296,8 @@ def suite_scores(
 
 # %% ../nbs/16_suites.ipynb #d32764fe
 def mate_candidates(
-    rng: random.Random, # source of every choice
-    from_game: bool,    # a position of a random game, else a random board
+    rng: random.Random,  # source of every choice
+    from_game: bool,     # a position of a random game, else a random board
 ) -> chess.Board | None:  # the side to move can mate; None: not this time
     """One try at a position with a mate in one."""
     if not from_game:
@@ -327,8 +327,8 @@ def mate_puzzles(
 
 # %% ../nbs/16_suites.ipynb #4f1b14fb
 def stands_out(
-    pawns: Sequence[float], # an engine's evaluations of its moves, in any order
-) -> bool:                  # the best is at least 2 pawns better than the second, and the second within 3 of equal
+    pawns: Sequence[float],  # an engine's evaluations of its moves, in any order
+) -> bool:                   # the best is at least 2 pawns better than the second, and the second within 3 of equal
     """Whether one move decides."""
     if len(pawns) < 2:
         return False
@@ -361,8 +361,8 @@ def tactic_puzzles(
 
 # %% ../nbs/16_suites.ipynb #f76982e5
 def to_epd(
-    puzzle: Puzzle, # of one question
-) -> str:           # position, bm, id, the counters; c8 and c9 where graded
+    puzzle: Puzzle,  # of one question
+) -> str:            # position, bm, id, the counters; c8 and c9 where graded
     """A puzzle as an EPD line."""
     if len(puzzle.questions) != 1:
         raise SuiteError(f'puzzle {puzzle.id!r} has {len(puzzle.questions)} questions; an EPD line holds one')
@@ -470,8 +470,8 @@ def self_play(
 
 
 def self_play_scores(
-    table: pd.DataFrame, # from self_play
-) -> pd.DataFrame:       # by 'legal' and 'exact': mean, low, high (95 %), n games, median, unfinished
+    table: pd.DataFrame,  # from self_play
+) -> pd.DataFrame:        # by 'legal' and 'exact': mean, low, high (95 %), n games, median, unfinished
     """Half-moves per game; unfinished is the share of games that reached the limit: they could have gone on."""
     unfinished = (table['end'] == 'limit').mean()
     rows = {metric: mean_interval(table[metric].to_numpy(float), shares=False) | {'median': table[metric].median(),
@@ -510,7 +510,7 @@ def uci_board(
 def uci_session(
     lines: Iterable[str],   # what the other program writes
     player: Player,         # who plays
-    name: str = 'rookworld_nb', # how the engine calls itself
+    name: str = 'rookworld_nb',  # how the engine calls itself
     seed: int = 0,          # of the random moves that replace illegal answers
 ) -> Iterator[str]:         # what to answer, line by line
     "Speak the UCI protocol; the model answers at once, whatever the limits; after `go infinite` it waits for `stop`."
@@ -544,8 +544,8 @@ def uci_session(
 
 # %% ../nbs/16_suites.ipynb #94c4b58d
 def game_end(
-    board: chess.Board, # with the moves that led to it
-) -> str:               # 'checkmate', 'stalemate', 'threefold_repetition', ...; empty while the game goes on
+    board: chess.Board,  # with the moves that led to it
+) -> str:                # 'checkmate', 'stalemate', 'threefold_repetition', ...; empty while the game goes on
     """How a game has ended; a position there for the third time and fifty moves end it without a claim."""
     if outcome := board.outcome():
         return outcome.termination.name.lower()
@@ -592,18 +592,18 @@ def play_match(
 
 # %% ../nbs/16_suites.ipynb #13ee2b83
 def elo_difference(
-    score: float, # expected points per game, 0 to 1
-) -> float:       # Elo; infinite at 0 and 1
+    score: float,  # expected points per game, 0 to 1
+) -> float:        # Elo; infinite at 0 and 1
     """The rating difference that explains a score (Elo 1978): 400 log10(s/(1 - s))."""
     return 400*math.log10(score/(1 - score)) if 0 < score < 1 else math.copysign(math.inf, score - .5)
 
 
 class MatchElo(NamedTuple):
     """What a match says about the difference of two ratings."""
-    score: float # points per game
-    elo: float   # player minus opponent; infinite at 0 and 1
-    low: float   # lower end of the 95 % interval
-    high: float  # upper end
+    score: float  # points per game
+    elo: float    # player minus opponent; infinite at 0 and 1
+    low: float    # lower end of the 95 % interval
+    high: float   # upper end
 
     def __str__(self) -> str:
         if math.isinf(self.elo):
@@ -612,10 +612,10 @@ class MatchElo(NamedTuple):
 
 
 def match_elo(
-    wins: int,   # of the player
-    draws: int,  # half a point each
-    losses: int, # of the player
-) -> MatchElo:   # with Wilson's 95 % interval of the score, turned into Elo
+    wins: int,    # of the player
+    draws: int,   # half a point each
+    losses: int,  # of the player
+) -> MatchElo:    # with Wilson's 95 % interval of the score, turned into Elo
     """Elo difference of a match."""
     if min(wins, draws, losses) < 0 or not (games := wins + draws + losses):
         raise SuiteError(f'{wins} wins, {draws} draws, {losses} losses: counts of at least one game are needed')
@@ -626,8 +626,8 @@ def match_elo(
 
 # %% ../nbs/16_suites.ipynb #54b73044
 def match_scores(
-    table: pd.DataFrame, # from play_match
-) -> dict[str, float | str]: # games, wins, draws, losses, score, elo (as text), low, high; shares
+    table: pd.DataFrame,  # from play_match
+) -> dict[str, float | str]:  # games, wins, draws, losses, score, elo (as text), low, high; shares
     """Sum a match up: at_limit of the games; best, listed, random of the player's moves."""
     wins, draws, losses = ((table['result'] == value).sum().item() for value in (1, .5, 0))
     elo, moves = match_elo(wins, draws, losses), max(1, table[['best', 'listed', 'random']].to_numpy().sum())
@@ -640,8 +640,8 @@ LEVELS = {'skill': ['Skill Level'], 'elo': ['UCI_Elo'], 'nodes': []}  # the UCI 
 
 
 def level_options(
-    level: str, # 'skill=0', 'elo=1500', 'nodes=100'
-) -> tuple[dict[str, int | bool], int | None]: # UCI options, and the node limit where the level is one
+    level: str,  # 'skill=0', 'elo=1500', 'nodes=100'
+) -> tuple[dict[str, int | bool], int | None]:  # UCI options, and the node limit where the level is one
     """What a level means to the engine."""
     name, _, value = level.partition('=')
     lowest, highest = 1 if name == 'nodes' else 0, 20 if name == 'skill' else math.inf

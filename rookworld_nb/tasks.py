@@ -18,10 +18,10 @@ from typing import NamedTuple
 class TaskFormatError(ValueError):
     "A line, or a part of one, that is not written in the task format."
 
-MAX_MOVES = 5                                        # candidate moves in a P: line
-HISTORY_PLIES = 10                                   # plies shown in an A: prompt at most
-FIELD_WIDTHS = {'fen': 90, 'moves': 30, 'evals': 40} # characters, in a padded P: line
-ANSWER_TOKENS = 144                                  # of the longest answer: the public model's, with all that padding
+MAX_MOVES = 5                                         # candidate moves in a P: line
+HISTORY_PLIES = 10                                    # plies shown in an A: prompt at most
+FIELD_WIDTHS = {'fen': 90, 'moves': 30, 'evals': 40}  # characters, in a padded P: line
+ANSWER_TOKENS = 144                                   # of the longest answer: the public model's, with all that padding
 
 _UCI = re.compile(r'[a-h][1-8][a-h][1-8][qrbn]?')
 _NUMBER = re.compile(r'-?[0-9]{1,9}(?:\.[0-9]{1,9})?')       # pawns and rewards: no nan, no inf, no 1e9
@@ -31,54 +31,54 @@ _LINE_END = re.compile(r'<\|endoftext\|>|[\r\n]')
 
 # %% ../nbs/02_tasks.ipynb #9f970b1c
 def is_uci(
-    text:str, # any text
-)->bool:      # True for a lower-case move such as e2e4 or e7e8q (its shape only: it need not be legal)
+    text: str,  # any text
+) -> bool:      # True for a lower-case move such as e2e4 or e7e8q (its shape only: it need not be legal)
     "Whether `text` has the shape of a UCI move."
     return _UCI.fullmatch(text) is not None
 
 def is_fen(
-    text:str,          # any text
-    strict:bool=False, # also require the other five fields, as a written line must have them
-)->bool:               # True where the first field is a board of 8 ranks of 8 squares
+    text: str,             # any text
+    strict: bool = False,  # also require the other five fields, as a written line must have them
+) -> bool:                 # True where the first field is a board of 8 ranks of 8 squares
     "Whether `text` has the shape of a FEN."
     board, _, state = text.partition(' ')
     ranks = board.split('/')
     return len(ranks) == 8 and all(map(_is_rank, ranks)) and (not strict or _STATE.fullmatch(state) is not None)
 
 @lru_cache(maxsize=4096)    # most ranks come again and again
-def _is_rank(text:str)->bool:
+def _is_rank(text: str) -> bool:
     return _RANK.fullmatch(text) is not None and sum(int(c) if c.isdigit() else 1 for c in text) == 8
 
 # %% ../nbs/02_tasks.ipynb #f5312ca6
-def _check_fen(fen:str)->str:
+def _check_fen(fen: str) -> str:
     if not isinstance(fen, str) or not is_fen(fen, strict=True):
         raise TaskFormatError(f"{fen!r} is not a six-field FEN with 8 ranks of 8 squares")
     return fen
 
-def _check_plain(name:str, text:str)->str:
+def _check_plain(name: str, text: str) -> str:
     if not isinstance(text, str) or not text or re.search(r'[\s+,]', text) or _LINE_END.search(text):
         raise TaskFormatError(f"{name} must be text without spaces, commas, '+' or an end token, not {text!r}")
     return text
 
-def _pawns(value:float)->str:
+def _pawns(value: float) -> str:
     text = str(round(float(value), 2) + 0.0)   # + 0.0 turns -0.0 into 0.0
     if not _NUMBER.fullmatch(text): raise TaskFormatError(f"an evaluation must be pawns, below 10**9, not {value!r}")
     return text
 
 def policy_prompt(
-    fen:str, # six-field FEN of the position to play
-)->str:      # the part of a P: line that the model is given
+    fen: str,  # six-field FEN of the position to play
+) -> str:      # the part of a P: line that the model is given
     "The prompt of the policy task."
     return f'P: {_check_fen(fen)}'
 
 # %% ../nbs/02_tasks.ipynb #5055bd72
 def format_policy(
-    fen:str,               # six-field FEN
-    moves:Sequence[str],   # 1-5 distinct UCI moves, in any order
-    evals:Sequence[float], # as many, pawns, from the side to move
-    best:str|None=None,    # one of the moves; None: the first of those with the highest evaluation
-    padded:bool=True,      # the public data's fixed-width fields; False: single spaces
-)->str:                    # a P: line without a line end
+    fen: str,                 # six-field FEN
+    moves: Sequence[str],     # 1-5 distinct UCI moves, in any order
+    evals: Sequence[float],   # as many, pawns, from the side to move
+    best: str | None = None,  # one of the moves; None: the first of those with the highest evaluation
+    padded: bool = True,      # the public data's fixed-width fields; False: single spaces
+) -> str:                     # a P: line without a line end
     "A policy line: position, candidate moves, their evaluations, the best move."
     moves, evals = tuple(moves), tuple(evals)
     if not 1 <= len(moves) <= MAX_MOVES: raise TaskFormatError(f"a line holds 1-{MAX_MOVES} moves, not {len(moves)}")
@@ -96,10 +96,10 @@ def format_policy(
 
 # %% ../nbs/02_tasks.ipynb #64c347ef
 def env_prompt(
-    fen:str,                         # six-field FEN before the move
-    uci:str,                         # the move played; it may be illegal or malformed
-    history:Sequence[str]|None=None, # plies shown, the current move last; None: the current move alone
-)->str:                              # the part of an A: line that the model is given, up to its third '+'
+    fen: str,                              # six-field FEN before the move
+    uci: str,                              # the move played; it may be illegal or malformed
+    history: Sequence[str] | None = None,  # plies shown, the current move last; None: the current move alone
+) -> str:                                  # the part of an A: line that the model is given, up to its third '+'
     "The prompt of the environment task; at most the last ten plies are shown."
     _check_plain('the move', uci)
     history = (uci,) if history is None else tuple(history)
@@ -108,14 +108,14 @@ def env_prompt(
 
 # %% ../nbs/02_tasks.ipynb #e0f34753
 def format_env(
-    fen:str,                    # six-field FEN before the move
-    uci:str,                    # the move played; it may be illegal or malformed
-    history:Sequence[str]|None, # plies shown, the current move last; None: the current move alone
-    new_fen:str,                # six-field FEN after the move (unchanged where it was illegal)
-    reward:float,               # from the mover's side: 1.0, 0.5, 0.001 or -1.0
-    terminated:bool,            # the game is over
-    truncated:bool,             # the move was illegal
-)->str:                         # an A: line without a line end
+    fen: str,                       # six-field FEN before the move
+    uci: str,                       # the move played; it may be illegal or malformed
+    history: Sequence[str] | None,  # plies shown, the current move last; None: the current move alone
+    new_fen: str,                   # six-field FEN after the move (unchanged where it was illegal)
+    reward: float,                  # from the mover's side: 1.0, 0.5, 0.001 or -1.0
+    terminated: bool,               # the game is over
+    truncated: bool,                # the move was illegal
+) -> str:                           # an A: line without a line end
     "An environment line: position, move, history, next position, reward, two flags."
     if not _NUMBER.fullmatch(written := str(float(reward) + 0.0)):
         raise TaskFormatError(f"the reward must be a finite number of up to 9 + 9 digits, not {reward!r}")
@@ -128,40 +128,40 @@ def format_env(
 @dataclass(frozen=True)
 class PolicyAnswer:
     "What was read from a P: line or completion; what could not be read is None or empty."
-    fen:str|None=None            # the position, where the prompt was part of the text
-    moves:tuple[str, ...]=()     # candidate moves, UCI, up to the first unreadable one
-    evals:tuple[float, ...]=()   # their evaluations, pawns of the side to move, up to the first unreadable one
-    best:str|None=None           # the move chosen, UCI
-    clean:bool=True              # the fields stood in order and nothing in them was unreadable
+    fen: str | None = None         # the position, where the prompt was part of the text
+    moves: tuple[str, ...] = ()    # candidate moves, UCI, up to the first unreadable one
+    evals: tuple[float, ...] = ()  # their evaluations, pawns of the side to move, up to the first unreadable one
+    best: str | None = None        # the move chosen, UCI
+    clean: bool = True             # the fields stood in order and nothing in them was unreadable
 
     def has_form(self,
-        min_moves:int=1, # fewest moves accepted; a position with one legal move has one
-    )->bool:             # True for a complete answer
+        min_moves: int = 1,  # fewest moves accepted; a position with one legal move has one
+    ) -> bool:               # True for a complete answer
         "Whether all fields are there and agree in length."
         complete = len(self.evals) == len(self.moves) and self.best is not None
         return self.clean and complete and min_moves <= len(self.moves) <= MAX_MOVES
 
     @property
-    def well_formed(self)->bool:
+    def well_formed(self) -> bool:
         "Whether the answer has the form that is rewarded in full: two to five moves."
         return self.has_form(min_moves=2)
 
 # %% ../nbs/02_tasks.ipynb #7afcc5f1
-def _line_end(text:str)->int:
+def _line_end(text: str) -> int:
     end = _LINE_END.search(text, len(text) - len(text.lstrip()))
     return end.start() if end else len(text)
 
-def _first_line(text:str)->str:
+def _first_line(text: str) -> str:
     return text[:_line_end(text)].strip()
 
-def _read_list(text:str, pattern:re.Pattern)->tuple[tuple[str, ...], bool]:
+def _read_list(text: str, pattern: re.Pattern) -> tuple[tuple[str, ...], bool]:
     words = text.split()
     good = next((i for i, word in enumerate(words) if not pattern.fullmatch(word)), len(words))
     return tuple(words[:good]), good == len(words)
 
 def parse_policy(
-    text:str,     # a whole P: line or only its completion; any string
-)->PolicyAnswer:  # whatever could be read
+    text: str,      # a whole P: line or only its completion; any string
+) -> PolicyAnswer:  # whatever could be read
     "Read a policy line; never raises."
     head, *rest = re.split(r'([PMEB]):', _first_line(text))
     names, contents = rest[::2], rest[1::2]
@@ -179,25 +179,25 @@ def parse_policy(
 @dataclass(frozen=True)
 class EnvAnswer:
     "What was read from an A: line or completion; what could not be read is None or empty."
-    fen:str|None=None          # the position before the move, where the prompt was part of the text
-    uci:str|None=None          # the move as written, legal or not
-    history:tuple[str, ...]=() # the plies shown
-    new_fen:str|None=None      # the position after the move
-    reward:float|None=None     # from the mover's side
-    terminated:bool|None=None  # the game is over
-    truncated:bool|None=None   # the move was illegal
-    new_fen_text:str=''        # the first answer field as written, readable or not, for graded comparison
-    clean:bool=True            # the text had exactly the fields it should have
+    fen: str | None = None          # the position before the move, where the prompt was part of the text
+    uci: str | None = None          # the move as written, legal or not
+    history: tuple[str, ...] = ()   # the plies shown
+    new_fen: str | None = None      # the position after the move
+    reward: float | None = None     # from the mover's side
+    terminated: bool | None = None  # the game is over
+    truncated: bool | None = None   # the move was illegal
+    new_fen_text: str = ''          # the first answer field as written, readable or not, for graded comparison
+    clean: bool = True              # the text had exactly the fields it should have
 
     @property
-    def well_formed(self)->bool:
+    def well_formed(self) -> bool:
         "Whether all four answer fields are there and could be read."
         return self.clean and None not in (self.new_fen, self.reward, self.terminated, self.truncated)
 
 # %% ../nbs/02_tasks.ipynb #25ecbe26
 def parse_env(
-    text:str,  # a whole A: line (with or without its prefix) or only its completion; any string
-)->EnvAnswer:  # whatever could be read
+    text: str,   # a whole A: line (with or without its prefix) or only its completion; any string
+) -> EnvAnswer:  # whatever could be read
     "Read an environment line; never raises."
     line = _first_line(text)
     fields = [' '.join(field.split()) for field in line.removeprefix('A:').split('+')]
@@ -215,13 +215,13 @@ def parse_env(
 # %% ../nbs/02_tasks.ipynb #5043498e
 class Part(NamedTuple):
     "Where a part of an answer stands."
-    name:str  # M1 ... M5, E:, E1 ... E5, B:, B1 (policy); fen, reward, terminated, truncated (environment)
-    start:int # its first character
-    end:int   # the character behind its last one
+    name: str   # M1 ... M5, E:, E1 ... E5, B:, B1 (policy); fen, reward, terminated, truncated (environment)
+    start: int  # its first character
+    end: int    # the character behind its last one
 
 def policy_parts(
-    text:str,     # a P: completion; any string
-)->list[Part]:    # in the order of the text, readable or not; of a repeated field only the first
+    text: str,    # a P: completion; any string
+) -> list[Part]:  # in the order of the text, readable or not; of a repeated field only the first
     "Find the moves, the evaluations, the best move, and the labels that end a list, with the space before them."
     labels = list(re.finditer(r'[PMEB]:', text[:_line_end(text)]))
     ends, parts = [*(label.start() for label in labels[1:]), _line_end(text)], []
@@ -234,8 +234,8 @@ def policy_parts(
     return parts
 
 def env_parts(
-    text:str,     # an A: completion; any string
-)->list[Part]:    # as many as there are, four at most
+    text: str,    # an A: completion; any string
+) -> list[Part]:  # as many as there are, four at most
     "Find the fields between the + signs; a text that restates its prompt has none."
     fields, parts, start = text[:_line_end(text)].split('+'), [], 0
     if len(fields) >= 7 or text.lstrip().startswith('A:'): return []
@@ -246,8 +246,8 @@ def env_parts(
 
 # %% ../nbs/02_tasks.ipynb #53770219
 def task_of(
-    prompt:str, # a prompt or a whole line
-)->str:         # 'P' policy or 'A' environment
+    prompt: str,  # a prompt or a whole line
+) -> str:         # 'P' policy or 'A' environment
     "Which of the two tasks a prompt belongs to; one without a prefix but with '+' fields is an A: line."
     prompt = prompt.lstrip()
     if prompt.startswith('P:'): return 'P'
@@ -255,8 +255,8 @@ def task_of(
     raise TaskFormatError(f"a prompt starts with 'P: ' or 'A: ', not {prompt[:60]!r}")
 
 def read_prompt(
-    prompt:str,               # "P: FEN" or "A: FEN+MOVE+HISTORY+"; of an A: prompt the prefix may be missing
-)->PolicyAnswer|EnvAnswer:    # the fields that a prompt has
+    prompt: str,                # "P: FEN" or "A: FEN+MOVE+HISTORY+"; of an A: prompt the prefix may be missing
+) -> PolicyAnswer | EnvAnswer:  # the fields that a prompt has
     "Read what is asked; a TaskFormatError names what neither task asks."
     if task_of(prompt) == 'P':
         asked = parse_policy(prompt.lstrip())
@@ -269,16 +269,16 @@ def read_prompt(
 
 # %% ../nbs/02_tasks.ipynb #b90c41de
 def plain_prompt(
-    prompt:str, # as for `read_prompt`
-)->str:         # "P: FEN" or "A: FEN+MOVE+HISTORY+", to the character what a model was trained to continue
+    prompt: str,  # as for `read_prompt`
+) -> str:         # "P: FEN" or "A: FEN+MOVE+HISTORY+", to the character what a model was trained to continue
     "A prompt without the liberties that a person takes with blanks and prefixes."
     asked = read_prompt(prompt)
     if isinstance(asked, PolicyAnswer): return policy_prompt(asked.fen)
     return env_prompt(asked.fen, asked.uci, asked.history)
 
 def split_line(
-    line:str,         # a P: or A: line, or an A: line whose prefix is missing
-)->tuple[str, str]:   # prompt, completion; a P: completion starts with the spaces after the FEN
+    line: str,         # a P: or A: line, or an A: line whose prefix is missing
+) -> tuple[str, str]:  # prompt, completion; a P: completion starts with the spaces after the FEN
     "Cut a training line where the model takes over."
     line = _first_line(line)
     read = parse_policy(line) if (task := task_of(line)) == 'P' else parse_env(line)

@@ -47,15 +47,15 @@ class TrainerConfig:
     lr_final: float = 0.1              # share of lr that the last step has, 0 to 1
     warmup_steps: int = 10             # steps over which the learning rate rises; the first one is above 0
     weight_decay: float = 0.01         # decoupled, on matrices only
-    betas: tuple[float, float] = (0.9, 0.95) # AdamW's memories of the gradient and of its square
+    betas: tuple[float, float] = (0.9, 0.95)  # AdamW's memories of the gradient and of its square
     adamw: str = 'fused'               # implementation of AdamW: fused | foreach | loop
     grad_clip: float = 1.0             # longest gradient, L2 over all parameters
-    micro_batch_size: int | None = None # completions per forward pass, the update stays the same; None: `usual_piece`
+    micro_batch_size: int | None = None  # completions per forward pass, the update stays the same; None: `usual_piece`
     clip_low: float = 0.2              # the ratio is clipped below 1 - clip_low
     clip_high: float = 0.2             # and above 1 + clip_high
     loss_type: str = 'dapo'            # how tokens are averaged: dapo | grpo | bnpo | dr_grpo
     importance_level: str = 'token'    # ratio per token or per sequence
-    kl: KLConfig = field(default_factory=KLConfig) # weight of the KL term and its control
+    kl: KLConfig = field(default_factory=KLConfig)  # weight of the KL term and its control
     kl_estimator: str = 'kl3'          # of the KL term: kl1 | kl2 | kl3, exact: forward | reverse | symmetric
     kl_unbiased: bool = True           # multiply the KL by the ratio: its gradient is that of KL(policy || reference)
     entropy_coef: float = 0.0          # weight of the entropy bonus
@@ -63,9 +63,9 @@ class TrainerConfig:
     gamma: float = 0.99                # the critic: discount per token
     gae_lambda: float = 0.95           # the critic: share of the future that is taken from the rewards
     value_loss_coef: float = 0.1       # the critic: weight of its loss
-    kl_divergence_threshold: float | None = 0.5 # mean per-token KL, nats, above which a run has failed; None: any
-    kl_tail_threshold: float | None = None # the same for the 95th percentile over the tokens
-    kl_spike_factor: float | None = None # the same for a KL so many times its running mean or kl_target
+    kl_divergence_threshold: float | None = 0.5  # mean per-token KL, nats, above which a run has failed; None: any
+    kl_tail_threshold: float | None = None  # the same for the 95th percentile over the tokens
+    kl_spike_factor: float | None = None  # the same for a KL so many times its running mean or kl_target
     max_skipped: int = 3               # updates in a row with NaN or infinity that count as a failure
     max_recoveries: int = 3            # failures after which the run goes on from the last good state at half the rate
     identity_tolerance: float = 1e-3   # largest |ratio - 1| before the first update
@@ -105,9 +105,9 @@ def check_config(
 
 # %% ../nbs/13_trainer.ipynb #ff58fc20
 def lr_factor(
-    step: int,             # optimiser step, the first is 1
-    config: TrainerConfig, # schedule, warm-up, steps and final share
-) -> float:                # what lr is multiplied by, 0 to 1
+    step: int,              # optimiser step, the first is 1
+    config: TrainerConfig,  # schedule, warm-up, steps and final share
+) -> float:                 # what lr is multiplied by, 0 to 1
     "The learning rate of a step, as a share of the highest."
     if step < config.warmup_steps:
         return step/config.warmup_steps
@@ -120,9 +120,9 @@ def lr_factor(
 
 # %% ../nbs/13_trainer.ipynb #a620c003
 def build_optimizer(
-    model: nn.Module,      # the policy
-    config: TrainerConfig, # lr, betas, weight_decay, adamw
-    critic: nn.Module | None = None, # trained with it
+    model: nn.Module,       # the policy
+    config: TrainerConfig,  # lr, betas, weight_decay, adamw
+    critic: nn.Module | None = None,  # trained with it
 ) -> torch.optim.AdamW:    # two groups: matrices with decay, the rest without
     "AdamW with weight decay on matrices only."
     parameters = [p for part in (model, critic) if part is not None for p in part.parameters() if p.requires_grad]
@@ -134,22 +134,22 @@ def build_optimizer(
 @dataclass(frozen=True)
 class MicroBatch:
     "A few groups of one task, or a piece of one group: the tensors that a loss needs."
-    prompt_ids: Tensor          # (b, P) int64
-    prompt_mask: Tensor         # (b, P) bool
-    completion_ids: Tensor      # (n, T) int64, n = b*group_size
-    completion_mask: Tensor     # (n, T) bool, the tokens that are trained
-    old_logprobs: Tensor        # (n, T) fp32 nats
-    ref_logprobs: Tensor | None # (n, T) fp32 nats
-    ref_hidden: Tensor | None   # (n, T, D) hidden states of the reference
-    rewards: Tensor             # (n,) fp32
-    advantages: Tensor          # (n,) fp32, or with credit by part (n, T)
-    group_size: int             # rows per prompt in this piece
-    temperature: float          # of sampling
+    prompt_ids: Tensor           # (b, P) int64
+    prompt_mask: Tensor          # (b, P) bool
+    completion_ids: Tensor       # (n, T) int64, n = b*group_size
+    completion_mask: Tensor      # (n, T) bool, the tokens that are trained
+    old_logprobs: Tensor         # (n, T) fp32 nats
+    ref_logprobs: Tensor | None  # (n, T) fp32 nats
+    ref_hidden: Tensor | None    # (n, T, D) hidden states of the reference
+    rewards: Tensor              # (n,) fp32
+    advantages: Tensor           # (n,) fp32, or with credit by part (n, T)
+    group_size: int              # rows per prompt in this piece
+    temperature: float           # of sampling
 
     def logprobs(
         self,
         model: GPT,  # the policy
-    ) -> tuple[Tensor, Tensor]: # (n, T) log-probabilities and entropies, nats, with gradients
+    ) -> tuple[Tensor, Tensor]:  # (n, T) log-probabilities and entropies, nats, with gradients
         "What the policy now says of the sampled tokens."
         return completion_logprobs(model, self.prompt_ids, self.prompt_mask, self.completion_ids, self.group_size,
                                    self.temperature, self.completion_mask)
@@ -269,7 +269,7 @@ def exact_token_kl(
     hidden: Tensor,     # (M, D) states of the policy
     micro: MicroBatch,  # with the reference's states
     direction: str,     # forward | reverse | symmetric
-    tile_elements: int = TILE_ELEMENTS, # logits held at once
+    tile_elements: int = TILE_ELEMENTS,  # logits held at once
 ) -> Tensor:            # (n, T) nats, with gradients; 0 where masked
     "The KL of each token's whole distribution."
     def one(hidden, ref_hidden):
@@ -285,7 +285,7 @@ class Critic(nn.Module):
     "A value for every state: one linear layer on the policy's last hidden states, at first 0 everywhere."
     def __init__(
         self,
-        width: int, # D
+        width: int,  # D
     ) -> None:
         super().__init__()
         self.head = nn.Linear(width, 1)
@@ -294,8 +294,8 @@ class Critic(nn.Module):
 
     def forward(
         self,
-        hidden: Tensor, # (M, D)
-    ) -> Tensor:        # (M,) expected reward
+        hidden: Tensor,  # (M, D)
+    ) -> Tensor:         # (M,) expected reward
         "What the critic expects the completion to earn."
         return self.head(hidden).squeeze(-1)
 
@@ -320,7 +320,7 @@ def critic_loss(
     returns: Tensor,  # (n, T)
     mask: Tensor,     # (n, T) bool
     tokens: int,      # of the whole step
-) -> tuple[Tensor, dict[str, float]]: # () and metrics
+) -> tuple[Tensor, dict[str, float]]:  # () and metrics
     "How far the critic is off, and how much of the returns' variance it explains."
     loss, left = value_loss(values, returns, mask, tokens), (returns - values.detach())[mask]
     if not len(left): return loss, {'value_loss': loss.item()}    # nothing to explain
@@ -343,7 +343,7 @@ class Learning:
     def piece(
         self,
         micro: MicroBatch,       # a piece of the step
-    ) -> dict[str, Tensor | None]: # the arguments of `grpo_loss`; with a critic, values and returns too; (n, T) or (n,)
+    ) -> dict[str, Tensor | None]:  # arguments of `grpo_loss`; with a critic, values and returns too; (n, T) or (n,)
         "Forward through one piece."
         hidden, kind, mask = micro.hidden(self.model), self.config.kl_estimator, micro.completion_mask
         logprobs, entropy = hidden_logprobs(self.model, hidden, micro.completion_ids, micro.temperature, mask)
@@ -355,8 +355,8 @@ class Learning:
 
     def loss(
         self,
-        columns: dict[str, Tensor | None], # of `piece`
-    ) -> tuple[Tensor, dict[str, float]]:  # () share of the step's loss, and metrics of the rows
+        columns: dict[str, Tensor | None],  # of `piece`
+    ) -> tuple[Tensor, dict[str, float]]:   # () share of the step's loss, and metrics of the rows
         "Loss of some rows; that of the step is the sum over its pieces."
         config, options = self.config, {name: getattr(self.config, name) for name in LOSS_OPTIONS}
         own = {name: value for name, value in columns.items() if name not in ('values', 'returns')}
@@ -369,8 +369,8 @@ class Learning:
 
 # %% ../nbs/13_trainer.ipynb #3c4ff8fd
 def broken_rows(
-    columns: dict[str, Tensor | None], # of `Learning.piece`, all pieces stacked
-) -> list[bool]:                       # one a completion
+    columns: dict[str, Tensor | None],  # of `Learning.piece`, all pieces stacked
+) -> list[bool]:                        # one a completion
     "Whether a number of the completion is not finite."
     floats = [x for x in columns.values() if x is not None and x.is_floating_point()]
     return torch.stack([~x.isfinite().reshape(len(x), -1).all(1) for x in floats]).any(0).tolist()
@@ -381,7 +381,7 @@ def accumulate_gradients(
     experience: Experience,  # one batch
     first: bool = False,     # before the first update: check the identity, and raise FirstUpdateError where it fails
     ranks: Ranks = ALONE,    # each takes some groups; afterwards all have the gradients and metrics of the whole batch
-) -> tuple[dict[str, float], list[bool]]: # metrics of the whole batch; which rows of its table are broken
+) -> tuple[dict[str, float], list[bool]]:  # metrics of the whole batch; which rows of its table are broken
     "Forward and backward through every piece."
     mine, seen = share_of(experience, ranks, learning.model.cfg.n_embd), []
     for micro in micro_batches(mine, learning.config.micro_batch_size):
@@ -405,8 +405,8 @@ logger = logging.getLogger(__name__)
 
 
 def take_step(
-    optimizer: torch.optim.Optimizer, # its parameters hold gradients
-    rate: float,                      # learning rate of this step
+    optimizer: torch.optim.Optimizer,  # its parameters hold gradients
+    rate: float,                       # learning rate of this step
 ) -> None:
     "Move the weights at a given rate."
     for group in optimizer.param_groups:
@@ -416,8 +416,8 @@ def take_step(
 
 def seen_by_all(
     ranks: Ranks,  # who works together
-    seen: list[dict[str, Tensor | None]], # columns of this process's pieces
-) -> list[dict[str, Tensor | None]]:      # of all pieces of the batch, in its order
+    seen: list[dict[str, Tensor | None]],  # columns of this process's pieces
+) -> list[dict[str, Tensor | None]]:       # of all pieces of the batch, in its order
     "Exchange what the processes saw, a few numbers for each token."
     if ranks.size == 1:
         return seen
@@ -449,7 +449,7 @@ class Health:
     recovered_at: list[int] = field(default_factory=list)  # likewise
     in_a_row: int = 0          # updates left out, without one that was taken in between
     lr_scale: float = 1.       # what recoveries have left of the learning rate
-    kl_mean: float | None = None # running mean of the KL, momentum 0.9
+    kl_mean: float | None = None  # running mean of the KL, momentum 0.9
 
     def skip(
         self,
@@ -477,10 +477,10 @@ class Health:
 
 # %% ../nbs/13_trainer.ipynb #0df25c6d
 def find_failure(
-    health: Health,            # remembers the KL
-    metrics: dict[str, float], # of the update at hand
-    config: TrainerConfig,     # the limits
-) -> str:                      # why the run has failed; empty if it has not
+    health: Health,             # remembers the KL
+    metrics: dict[str, float],  # of the update at hand
+    config: TrainerConfig,      # the limits
+) -> str:                       # why the run has failed; empty if it has not
     "Judge an update before it is made."
     mean, kl = health.kl_mean, metrics.get('kl', math.nan)
     spike = None if mean is None or config.kl_spike_factor is None \
@@ -494,10 +494,10 @@ def find_failure(
 
 
 def count_skipped(
-    health: Health, # counts
-    step: int,      # the optimiser step
-    finite: bool,   # whether its loss and gradients are
-    tokens: int,    # it learns from
+    health: Health,  # counts
+    step: int,       # the optimiser step
+    finite: bool,    # whether its loss and gradients are
+    tokens: int,     # it learns from
 ) -> None:
     "Count an update that has to be left out, and say why."
     if not finite: health.in_a_row += 1
@@ -512,10 +512,10 @@ class Learner:
     "Policy, critic and optimiser, and a state of them to go back to."
     def __init__(
         self,
-        model: GPT,                              # the policy, changed in place
-        config: TrainerConfig = TrainerConfig(), # how
-        ref_model: GPT | None = None,            # the frozen reference; needed where kl_estimator is exact
-        ranks: Ranks = ALONE,                    # the processes that share each batch; all hold the same models
+        model: GPT,                               # the policy, changed in place
+        config: TrainerConfig = TrainerConfig(),  # how
+        ref_model: GPT | None = None,             # the frozen reference; needed where kl_estimator is exact
+        ranks: Ranks = ALONE,                     # the processes that share each batch; all hold the same models
     ) -> None:
         if config.kl_estimator in EXACT_KL and ref_model is None:
             raise SettingError(f'kl_estimator={config.kl_estimator} needs the reference model')
@@ -531,7 +531,7 @@ class Learner:
 
     def load_weights(
         self,
-        state: dict[str, Any], # from `weights`; left as it is
+        state: dict[str, Any],  # from `weights`; left as it is
     ) -> None:
         "Go to another state of model, critic and optimiser."
         self.model.load_state_dict(state['model'])
@@ -615,8 +615,8 @@ def recover(
 
 # %% ../nbs/13_trainer.ipynb #85a6c7c9
 def trainer_state(
-    trainer: 'Trainer', # between two steps
-) -> dict[str, Any]:    # tensors and plain values
+    trainer: 'Trainer',  # between two steps
+) -> dict[str, Any]:     # tensors and plain values
     "Everything of a trainer but the policy's weights."
     state = {name: value for name, value in trainer.weights().items() if name != 'model'}
     return state | {'step': trainer.step, 'health': dict(vars(trainer.health)), 'kl': trainer.kl.state_dict(),
@@ -624,8 +624,8 @@ def trainer_state(
 
 
 def restore_trainer(
-    trainer: 'Trainer',    # its model already has the weights of the checkpoint
-    state: dict[str, Any], # from `trainer_state`
+    trainer: 'Trainer',     # its model already has the weights of the checkpoint
+    state: dict[str, Any],  # from `trainer_state`
 ) -> None:
     "Continue from a checkpoint; a recovery goes back to the state that it would have gone back to without the break."
     trainer.load_weights(state | {'model': trainer.model.state_dict()})
@@ -645,8 +645,8 @@ class Trainer(Learner):
 
     def run(
         self,
-        experiences: Iterable[Experience], # asked for one at a time; a `RolloutBuffer` is emptied after a failure
-    ) -> Iterator[dict[str, float]]:       # metrics by name, one row per optimiser step
+        experiences: Iterable[Experience],  # asked for one at a time; a `RolloutBuffer` is emptied after a failure
+    ) -> Iterator[dict[str, float]]:        # metrics by name, one row per optimiser step
         "Update until the steps are done, the experiences end, or the run fails for good; `stop_reason` says which."
         source = iter(experiences)
         if not self.good:

@@ -62,8 +62,8 @@ def load_tokenizer(
 
 # %% ../nbs/01_weights.ipynb #ffce924f
 def end_token_id(
-    tokenizer: Tokenizer, # any tokenizer of this package
-) -> int:                 # 50256 for GPT-2's
+    tokenizer: Tokenizer,  # any tokenizer of this package
+) -> int:                  # 50256 for GPT-2's
     'The id of `END_TOKEN`: document start, stop token and padding.'
     end = tokenizer.token_to_id(END_TOKEN)
     if end is None: raise ModelFileError(f'the tokenizer has no token {END_TOKEN!r}')
@@ -71,8 +71,8 @@ def end_token_id(
 
 
 def check_tokenizer(
-    tokenizer: Tokenizer, # of the model's folder
-    cfg: GPTConfig,       # of the model
+    tokenizer: Tokenizer,  # of the model's folder
+    cfg: GPTConfig,        # of the model
 ) -> None:
     'Refuse a tokenizer without `END_TOKEN`, or with an id that the model has no embedding for.'
     end_token_id(tokenizer)
@@ -88,7 +88,7 @@ REQUIRED = {  # what `GPT` computes; an absent key means the first value
 
 
 def read_json(
-    path: Path, # a file that holds one JSON object
+    path: Path,  # a file that holds one JSON object
 ) -> dict:
     'A JSON object, or an error that names the file.'
     try: value = json.loads(path.read_text(encoding='utf-8'))
@@ -171,7 +171,7 @@ def check_tensor(
 def fill_model(
     model: GPT,                  # on any device, `meta` included
     tensors: dict[str, Tensor],  # Hugging Face names, with or without `transformer.`
-    device: str|torch.device,    # of the parameters afterwards
+    device: str | torch.device,  # of the parameters afterwards
     dtype: torch.dtype,          # of the parameters afterwards
 ) -> None:
     'Put every tensor in its place; one missing, superfluous or misshapen ends with its name.'
@@ -226,11 +226,11 @@ def check_finite(
 
 # %% ../nbs/01_weights.ipynb #779c852c
 def save_pretrained(
-    model: GPT,                     # to be stored
-    tokenizer: Tokenizer,           # the model's own
-    folder: str|Path,               # made where it is missing
-    dtype: torch.dtype|None=None,   # of the stored tensors; None: as in the model
-) -> Path:                          # the folder
+    model: GPT,                        # to be stored
+    tokenizer: Tokenizer,              # the model's own
+    folder: str | Path,                # made where it is missing
+    dtype: torch.dtype | None = None,  # of the stored tensors; None: as in the model
+) -> Path:                             # the folder
     'Write a folder that `load_pretrained` and transformers read; a reader never meets a half-written file.'
     check_tokenizer(tokenizer, model.cfg)
     folder = Path(folder).expanduser().absolute()
@@ -263,9 +263,9 @@ HUB_FILES = ['config.json', 'model*.safetensors', INDEX, 'tokenizer.json', 'voca
 
 
 def download(
-    repo_id: str,             # 'owner/name'
-    revision: str|None=None,  # branch, tag or commit
-) -> Path:                    # a folder in the hub's cache
+    repo_id: str,                 # 'owner/name'
+    revision: str | None = None,  # branch, tag or commit
+) -> Path:                        # a folder in the hub's cache
     'Fetch the model files of a hub repository; what is cached is not fetched again.'
     try: from huggingface_hub import snapshot_download
     except ImportError as e:
@@ -278,8 +278,8 @@ def download(
 
 # %% ../nbs/01_weights.ipynb #56aefcb0
 def model_folder(
-    name_or_path: str|Path,   # 'nano', a folder, or a hub id 'owner/name'
-    revision: str|None=None,  # branch, tag or commit of a hub id
+    name_or_path: str | Path,     # 'nano', a folder, or a hub id 'owner/name'
+    revision: str | None = None,  # branch, tag or commit of a hub id
 ) -> Path:
     'Where the files of a model are; only a name of the form owner/name may reach the network.'
     name = str(name_or_path)
@@ -304,10 +304,10 @@ class _NothingDrawn(TorchFunctionMode):
 
 # %% ../nbs/01_weights.ipynb #f5ca3e45
 def load_pretrained(
-    name_or_path: str|Path,            # 'nano', a folder, or a hub id 'owner/name'
-    device: str|torch.device='cpu',    # where the parameters go
-    dtype: torch.dtype=torch.float32,  # of the parameters, whatever the file holds
-    revision: str|None=None,           # branch, tag or commit of a hub id
+    name_or_path: str | Path,            # 'nano', a folder, or a hub id 'owner/name'
+    device: str | torch.device = 'cpu',  # where the parameters go
+    dtype: torch.dtype = torch.float32,  # of the parameters, whatever the file holds
+    revision: str | None = None,         # branch, tag or commit of a hub id
 ) -> tuple[GPT, Tokenizer]:
     'A model and its tokenizer, every name and shape checked.'
     folder = model_folder(name_or_path, revision)
@@ -346,10 +346,10 @@ class HubError(ValueError):
 
 
 def push_list(
-    folder: Path,            # a model folder
-    repo_id: str,            # 'owner/name'
-    revision: str|None=None, # branch; None: the main one
-) -> dict[str, Path|bytes]:  # path in the repository -> a file, or the content of a card that the folder does not have
+    folder: Path,                # a model folder
+    repo_id: str,                # 'owner/name'
+    revision: str | None = None,  # branch; None: the main one
+) -> dict[str, Path | bytes]:    # path in the repository -> a file, or the text of a card that the folder lacks
     'What a push would send, after the model has been loaded and checked.'
     if not HUB_ID.fullmatch(repo_id): raise HubError(f'--to {repo_id}: must be owner/name')
     if revision is not None and not BRANCH.fullmatch(revision):
@@ -369,8 +369,8 @@ def push_list(
 
 # %% ../nbs/01_weights.ipynb #3795551b
 def push_lines(
-    files: dict[str, Path|bytes], # of `push_list`
-) -> list[str]:                   # bytes, SHA-256 and name of each, then the sum
+    files: dict[str, Path | bytes],  # of `push_list`
+) -> list[str]:                      # bytes, SHA-256 and name of each, then the sum
     'What a push would send, for a person to read.'
     lines, total = [], 0
     for name, what in files.items():
@@ -381,12 +381,12 @@ def push_lines(
 
 
 def push(
-    files: dict[str, Path|bytes], # of `push_list`
-    repo_id: str,                 # 'owner/name'; made if it is not there
-    private: bool=True,           # a repository that has to be made is seen by its owner alone
-    revision: str|None=None,      # branch, which must be there; None: the main one
-    message: str='Upload model',  # of the commit
-) -> str:                         # URL of the commit
+    files: dict[str, Path | bytes],  # of `push_list`
+    repo_id: str,                    # 'owner/name'; made if it is not there
+    private: bool = True,            # a repository that has to be made is seen by its owner alone
+    revision: str | None = None,     # branch, which must be there; None: the main one
+    message: str = 'Upload model',   # of the commit
+) -> str:                            # URL of the commit
     'Send a model to a hub repository, in one commit.'
     try: import huggingface_hub as hub
     except ImportError as e: raise HubError("a push needs pip install 'rookworld_nb[hub]'") from e
