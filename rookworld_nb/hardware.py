@@ -33,7 +33,6 @@ import torch.distributed as dist
 import torch.distributed.nn.functional  # noqa: F401 - imported later, its defaults keep a group alive
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.benchmark import Timer
 
 from .model import CACHE_BLOCK, GPT, GPTConfig
 
@@ -120,6 +119,7 @@ def product_rate(
     bf16: bool,            # in bfloat16, else in float32 at the level in force
 ) -> float:                # floating point operations a second
     "What large matrix products reach on this machine, the fastest of a few; measured once a process."
+    from torch.utils.benchmark import Timer    # brings the tools that build extensions, which look for CUDA aloud
     size = 8192 if device.type == 'cuda' else 1024
     noise = torch.Generator(device).manual_seed(0)
     dtype = torch.bfloat16 if bf16 else torch.float32

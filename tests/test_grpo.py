@@ -471,7 +471,8 @@ def test_gae_equals_its_definition_row_by_row(seed, rows, columns, gamma, lam):
     mask = make_batch(seed, rows, columns)['completion_mask']
     values = torch.randn(rows, columns, generator=rng(seed), dtype=torch.float64).masked_fill(~mask, math.nan)
     rewards = place_rewards(torch.randn(rows, generator=rng(seed + 1), dtype=torch.float64), mask)
-    advantages, returns = gae(rewards, values, mask, gamma, lam)
+    advantages, returns = gae(rewards, values.clone().requires_grad_(), mask, gamma, lam)
+    assert not advantages.requires_grad and not returns.requires_grad    # the critic learns from `value_loss` alone
     for i in range(rows):
         count = int(mask[i].sum())
         expected = loop_gae(rewards[i, :count].tolist(), values[i, :count].tolist(), gamma, lam)
