@@ -7,6 +7,7 @@ SHELL := /bin/bash
 
 PYTHON ?= python3
 ARGS ?=
+EXTRAS ?= dev
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 TORCH := $(shell grep '^torch==' constraints.txt)
@@ -73,5 +74,5 @@ endef
 	$(call install,)
 
 .venv/.dev: $(PACKAGING) | $(BIN)/python
-	$(call install,[dev])
+	$(call install,[$(EXTRAS)])
 	touch .venv/.runtime

@@ -160,28 +160,6 @@ def test_evaluation_is_shared_and_the_same():
         assert found.equals(plain)
 
 
-# ---- the end
-
-LAST = '''
-from pathlib import Path
-import torch
-from rookworld_nb.hardware import torchrun
-with torchrun(60., 'cpu') as ranks:
-    torch.optim.AdamW(torch.nn.Linear(2, 2).parameters())    # imports half of PyTorch
-    ranks.gather([1])
-left = [path.read_text().strip() for path in Path('/proc/self/task').glob('*/comm')]
-assert not [name for name in left if 'gloo' in name], left
-'''
-
-
-@pytest.mark.skipif(not Path('/proc').exists(), reason='threads are counted in /proc')
-def test_no_thread_of_the_group_outlives_it(tmp_path):
-    "One that wakes while Python shuts down ends the process with SIGABRT, now and then."
-    (tmp_path/'last.py').write_text(LAST)
-    code, said = ended(launch(2, tmp_path/'last.py'), 120)
-    assert code == 0, said
-
-
 # ---- what cannot work is said, once
 
 @pytest.mark.parametrize('mode, timeout, words', [('late', 3, ['another process is gone or late']),

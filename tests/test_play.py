@@ -111,7 +111,7 @@ def test_games_against_a_random_mover_by_way_of_the_command():
         assert engine.id['name'] == 'rookworld_nb nano'
         for number in range(2):
             board = chess.Board()
-            while not board.is_game_over(claim_draw=True) and board.ply() < 50:
+            while not board.is_game_over(claim_draw=True) and board.ply() < 30:
                 own = board.turn == (number % 2 == 0)
                 move = engine.play(board, chess.engine.Limit(time=.1), game=number).move if own else rng.choice([*board.legal_moves])
                 assert move in board.legal_moves

@@ -140,7 +140,7 @@ def test_a_folder_that_is_no_run_is_not_gone_on_with(finished, tmp_path):
 
 def test_the_plan_counts_what_is_sampled(tmp_path):
     for number, (changes, text) in enumerate((({'minibatch_positions': 4}, '3 on each of 3 batches of 6 prompts'), ({'max_age': 1}, '1 on each of 7 batches'))):
-        run = Run(replace(TINY, steps=7, batch_positions=6, buffer_capacity=1, output_dir=str(tmp_path/f'run-{number}'), **changes))
+        run = Run(replace(TINY, steps=7, batch_positions=6, buffer_capacity=1, max_new_tokens=8, output_dir=str(tmp_path/f'run-{number}'), **changes))
         sampled = set()
         for _ in run.steps(): sampled.add(run.buffer.newest.number)
         assert text in planned_work(run) and f'of {len(sampled)} batches' in planned_work(run)
