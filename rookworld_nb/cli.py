@@ -431,17 +431,18 @@ def score(
     *files: str,                         # files of JSON lines {prompt, completion[, target]}; none: standard input
     rewards,                             # what was given of a rewards.RewardConfig, one flag each
     engine: bool = False,                # ask Stockfish about P: prompts without a target
-    nodes: int = 1000,                   # Stockfish's search limit per position, nodes; with --engine
+    nodes: int | None = None,            # Stockfish's search limit per position, with --engine; none: 1000 nodes
     stockfish_path: Path | None = None,  # the executable; none looks for it
 ) -> None:
     "Write the same lines in the same order with reward and components."
     from rookworld_nb.rewards import RewardConfig, RewardScorer
     from rookworld_nb.rules import Stockfish
-    settings = RewardConfig(**rewards)
+    settings, asks = RewardConfig(**rewards), engine or stockfish_path is not None
     at_least_one(nodes=nodes)
+    if nodes and not asks: raise UsageError(f'--nodes {nodes}: only with --engine or --stockfish-path')
     places, rows = zip(*read_rows(files))
     prompts, completions, targets = ([row.get(name) for row in rows] for name in ('prompt', 'completion', 'target'))
-    with Stockfish(stockfish_path, nodes) if engine or stockfish_path else nullcontext() as judge:
+    with Stockfish(stockfish_path, nodes or 1000) if asks else nullcontext() as judge:
         try: scores = RewardScorer(settings, judge)(prompts, completions, targets)
         except ValueError:
             for place, row in zip(places, rows): check_row(row, place, judge)    # names the first that is wrong

@@ -240,7 +240,7 @@ MISTAKES = [
     ('pretrain --lr -1', '', ['--lr -1']), ('train --resume --output-dir torn', '', ['torn/config.json', 'not JSON']),
     ('score', '', ['no rows']),
     ('score no.jsonl', '', ['no.jsonl']),
-    ('score', ROW + '\nnonsense', ['line 2', 'JSON']), ('score --nodes 0', ROW, ['--nodes', '0']), ('label --shards 0', START, ['--shards', '0']),
+    ('score', ROW + '\nnonsense', ['line 2', 'JSON']), ('score --nodes 0', ROW, ['--nodes', '0']), ('score --nodes 5', ROW, ['--nodes 5', '--engine']), ('label --shards 0', START, ['--shards', '0']),
     ('score', '{"prompt": "A: ' + START + '+e2e4", "completion": "x"}', ['line 1', 'fen+uci+history+']),
     ('pretrain --output-dir made --exclude gone.txt', '', ['--exclude gone.txt', 'No such file']),
     ('eval --suite puzzles --data header.csv', '', ['header.csv', 'no puzzle']),
