@@ -7,6 +7,7 @@ SHELL := /bin/bash
 
 PYTHON ?= python3
 ARGS ?=
+# what is installed for contributors; each choice has a stamp of its own
 EXTRAS ?= dev
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
@@ -22,7 +23,7 @@ help: ## this list
 train: .venv/.runtime ## train with the shipped model and positions: make train ARGS="--steps 20 --seed 1"
 	@$(BIN)/rookworld train $(ARGS)
 
-test: .venv/.dev ## every test: all notebooks, then tests/ (extra arguments for pytest: ARGS="-k cli")
+test: .venv/.$(EXTRAS) ## every test: all notebooks, then tests/ (extra arguments for pytest: ARGS="-k cli")
 	@bash .ci/debian stockfish:stockfish:"tests that ask the engine" \
 	    chromium:"chromium fonts-dejavu-core":"tests in a real browser" || true
 	export OMP_NUM_THREADS=1
@@ -33,18 +34,18 @@ test: .venv/.dev ## every test: all notebooks, then tests/ (extra arguments for 
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal $(ARGS)
 	wait $$slow  # done long before
 
-lab: .venv/.dev ## open JupyterLab on the notebooks
+lab: .venv/.$(EXTRAS) ## open JupyterLab on the notebooks
 	@cd nbs && ../$(BIN)/jupyter lab $(if $(filter 0,$(shell id -u)),--allow-root) $(ARGS)
 
-dev: .venv/.dev ## install what contributors need
+dev: .venv/.$(EXTRAS) ## install what contributors need
 
-export: .venv/.dev ## write rookworld_nb/ from the notebooks
+export: .venv/.$(EXTRAS) ## write rookworld_nb/ from the notebooks
 	@$(BIN)/nbdev_export
 	for module in rookworld_nb/[a-z]*.py; do  # one that no notebook exports any more
 	  grep -q "#| default_exp $$(basename "$$module" .py)\b" nbs/*.ipynb || rm "$$module"
 	done
 
-notebooks: .venv/.dev ## execute every chapter, store its outputs, clean it
+notebooks: .venv/.$(EXTRAS) ## execute every chapter, store its outputs, clean it
 	@for notebook in nbs/[0-9]*.ipynb nbs/index.ipynb; do
 	  echo "$$notebook"
 	  $(BIN)/jupyter nbconvert --log-level=ERROR --to notebook --execute --inplace \
@@ -52,7 +53,7 @@ notebooks: .venv/.dev ## execute every chapter, store its outputs, clean it
 	done
 	$(BIN)/nbdev_clean
 
-readme: .venv/.dev ## write README.md from nbs/index.ipynb
+readme: .venv/.$(EXTRAS) ## write README.md from nbs/index.ipynb
 	@$(BIN)/python .ci/readme
 
 # The environment. Stamp files keep repeated calls quick; a change of the packaging files installs again.
@@ -73,6 +74,6 @@ endef
 .venv/.runtime: $(PACKAGING) | $(BIN)/python
 	$(call install,)
 
-.venv/.dev: $(PACKAGING) | $(BIN)/python
+.venv/.$(EXTRAS): $(PACKAGING) | $(BIN)/python
 	$(call install,[$(EXTRAS)])
-	touch .venv/.runtime
+	touch .venv/.runtime .venv/.dev
