@@ -50,7 +50,7 @@ def attention(
 ) -> Tensor:                     # (B, H, T, d) for each query the weighted mean of the values
     r'$\mathrm{softmax}(q k^\top/\sqrt d + \mathrm{bias})\,v$, written out (Vaswani et al. 2017).'
     scores = (q*q.shape[-1]**-0.5) @ k.transpose(-1, -2)  # (B, H, T, S)
-    if bias is not None: scores += bias
+    if bias is not None: scores += bias.to(scores.dtype)  # under autocast the scores are bfloat16
     return scores.softmax(-1) @ v
 
 # %% ../nbs/00_gpt2.ipynb #7756330c
@@ -350,7 +350,7 @@ def attend_after(
     B, T, S, Tp = len(prompt_k), q.shape[2], k.shape[2], prompt_k.shape[2]
     q = q*q.shape[-1]**-0.5
     to_prompt = grouped(q, B, rows, n_slots) @ prompt_k.transpose(-1, -2)                 # (B, H, G*T, Tp)
-    if bias is not None: to_prompt += bias
+    if bias is not None: to_prompt += bias.to(to_prompt.dtype)
     to_own = q @ k.transpose(-1, -2)                                                      # (N, H, T, S)
     if S > past+1: to_own += causal_bias(T, S, past, to_own.dtype, to_own.device)
     scores = torch.cat([to_prompt, grouped(to_own, B, rows, n_slots)], -1)                # (B, H, G*T, Tp+S)

@@ -6,7 +6,7 @@ import re
 
 import pandas as pd
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 pytest.importorskip('ipywidgets', reason='ipywidgets is not installed')
@@ -17,7 +17,6 @@ from rookworld_nb.dashboard import (  # noqa: E402
 from rookworld_nb.monitor import LIGHT_COLOURS, MUTED, simulated_run  # noqa: E402
 from rookworld_nb.tasks import parse_env, parse_policy  # noqa: E402
 
-CALM = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])  # a busy machine is no failure
 ROWS = [dict(prompt='P: fen', completion='M: e2e4', task='P', format=1., best=.5, raw=.7, reward=.8, advantage=.4, tokens=9),
         dict(prompt='A: fen+e2e4+e2e4+', completion='', task='A', format=0., fen=.2, raw=.1, reward=-.3, advantage=-.4, tokens=2)]
 
@@ -217,7 +216,7 @@ def test_light_names_its_reason_and_escapes_it():
     with pytest.raises((TypeError, ValueError)): dash.update({'step': 3, 'reward': 'high'})
 
 
-@CALM
+@settings(max_examples=60)
 @given(st.floats(0, 1e7))
 def test_durations_read_back(seconds):
     parts = [int(part) for part in duration(seconds).split(':')]
@@ -225,7 +224,7 @@ def test_durations_read_back(seconds):
     assert abs(sum(part*60**i for i, part in enumerate(reversed(parts))) - seconds) <= .5
 
 
-@CALM
+@settings(max_examples=60)
 @given(st.lists(st.dictionaries(st.sampled_from(['reward', 'kl', 'eval/x']), st.floats(-1, 1)), max_size=8))
 def test_history_columns_are_the_rows(rows):
     history = History()
@@ -241,7 +240,7 @@ def test_history_columns_are_the_rows(rows):
 
 # ---- completions
 
-@CALM
+@settings(max_examples=60)
 @given(st.text(st.characters(exclude_categories=['Cs', 'Cc']), max_size=60))
 def test_model_text_is_never_markup(text):
     page = samples_html([dict(prompt=text, completion=text, task=text, reward=.5, advantage=0.)])
@@ -366,7 +365,7 @@ def test_wrong_squares_are_those_that_differ():
     assert wrong_squares(FEN, FEN) == [] and wrong_squares(FEN, AFTER) == ['f1', 'b5']
 
 
-@CALM
+@settings(max_examples=60)
 @given(st.text(max_size=40), st.lists(st.sampled_from(['M:', 'E:', 'B:', 'e2e4', 'e2e2', 'a7a8q', '0.3', '-999.97', '+', AFTER, '8/8/8/8/8/8/8/8', '0', '<b>'])),
        st.sampled_from('PA'))
 def test_any_completion_can_be_drawn(text, words, task):

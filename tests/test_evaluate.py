@@ -79,7 +79,7 @@ def test_a_perfect_answer_is_perfect(sample):
     assert row[[name for name in HELDOUT_COLUMNS if name not in (*TASK_METRICS[sample.task], *KEYS, 'completion')]].isna().all()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(text=st.text(max_size=60) | st.lists(st.sampled_from(['M:', 'E:', 'B:', 'A:', 'P:', ' ', '+', 'f1b5', 'a9', '0.1', '1', FEN]))
        .map(' '.join), sample=st.sampled_from([RUY, *CLASS_SAMPLES.values()]))
 def test_any_text_can_be_measured(text, sample):

@@ -44,7 +44,7 @@ def one_kl(logprob, ref_logprob, estimator):
 
 
 @pytest.mark.parametrize('estimator', SAMPLED_KL)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(seed=SEEDS, rows=st.integers(1, 4), columns=st.integers(1, 6))
 def test_estimators_equal_a_plain_loop(estimator, seed, rows, columns):
     logprobs, ref = -3 * torch.rand(2, rows, columns, generator=rng(seed), dtype=torch.float64)
@@ -64,7 +64,7 @@ def exact_by_loop(policy, reference, direction):
 
 
 @pytest.mark.parametrize('direction', EXACT_KL)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(seed=SEEDS, rows=st.integers(1, 3), columns=st.integers(1, 4), vocab=st.integers(2, 7))
 def test_exact_kl_equals_a_plain_loop(direction, seed, rows, columns, vocab):
     policy, ref = 2 * torch.randn(2, rows, columns, vocab, generator=rng(seed), dtype=torch.float64)
@@ -98,7 +98,7 @@ def test_equal_policies_are_exactly_zero_apart(estimator):
     assert not per_token_kl(logprobs, logprobs.clone(), estimator).any()
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(seed=SEEDS, exponent=st.floats(-7, 1))
 def test_kl2_and_kl3_are_never_negative_in_single_precision(seed, exponent):
     logprobs = -3 * torch.rand(256, generator=rng(seed))
@@ -143,7 +143,7 @@ def test_kl1_and_kl3_have_the_exact_mean_over_whole_sequences():
 @pytest.mark.parametrize('direction, expected', [
     ('forward', forward_gradient), ('reverse', reverse_gradient),
     ('symmetric', lambda p, q: (forward_gradient(p, q) + reverse_gradient(p, q)) / 2)])
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(seed=SEEDS, vocab=st.integers(2, 8))
 def test_exact_kl_has_the_closed_form_gradient(direction, expected, seed, vocab):
     p, q = distribution(seed, vocab), distribution(seed + 1, vocab)
@@ -162,7 +162,7 @@ def expected_gradient(p, q, old, estimator, reweighted):
     return logits.grad
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(seed=SEEDS, vocab=st.integers(2, 8))
 def test_plain_estimators_on_policy(seed, vocab):
     p, q = distribution(seed, vocab), distribution(seed + 1, vocab)
@@ -172,7 +172,7 @@ def test_plain_estimators_on_policy(seed, vocab):
 
 
 @pytest.mark.parametrize('estimator', SAMPLED_KL)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(seed=SEEDS, vocab=st.integers(2, 8))
 def test_reweighted_estimators_have_the_forward_gradient_off_policy_too(estimator, seed, vocab):
     p, q, old = (distribution(seed + i, vocab) for i in range(3))
@@ -226,14 +226,14 @@ def test_one_correction(kl, factor):
     assert controller.coefficient(2) == pytest.approx(.02 * factor)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(kls=st.lists(st.floats(0, 100), max_size=60))
 def test_bounds_hold_whatever_is_measured(kls):
     controller = KLController(KLConfig(kl_coef=.02, kl_control='adaptive', kl_coef_min=.01, kl_coef_max=.1))
     for step, kl in enumerate(kls, 1): assert .01 <= controller.update(kl, step) <= .1
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(kls=st.lists(st.floats(0, 100), max_size=20))
 def test_fixed_stays_fixed(kls):
     controller = KLController(KLConfig(kl_coef=.02))
@@ -269,7 +269,7 @@ def test_a_state_from_which_the_control_cannot_move_is_refused(value):
     assert controller.state_dict() == {'kl_coef': .02}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(start=st.floats(1e-3, 1.), scale=st.floats(.3, 3.), power=st.floats(.5, 1.), target=st.floats(.02, .5))
 def test_adaptive_control_reaches_its_band_and_stays(start, scale, power, target):
     # a policy whose KL falls with the coefficient as a power law; some coefficient in [0.01, 0.1] gives the target

@@ -181,7 +181,7 @@ def grouped_case(model: GPT, B: int, G: int, Tp: int, T: int, side: str):
     return prompts, mask, new, model.hidden(whole, whole_mask)[:, Tp:]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(B=st.integers(1, 4), G=st.integers(1, 4), Tp=st.integers(1, 8), T=st.integers(1, 6), side=st.sampled_from(['left', 'right']),
        seed=st.integers(0, 10**6))
 def test_extension_equals_whole_texts(B, G, Tp, T, side, seed):
@@ -193,7 +193,7 @@ def test_extension_equals_whole_texts(B, G, Tp, T, side, seed):
     assert_close(model.extend(new, prefix), expected)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(B=st.integers(1, 4), G=st.integers(1, 4), Tp=st.integers(1, 6), side=st.sampled_from(['left', 'right']), data=st.data())
 def test_cached_steps_equal_whole_texts_while_rows_leave(B, G, Tp, side, data):
     torch.manual_seed(data.draw(st.integers(0, 10**6)))

@@ -65,7 +65,7 @@ def test_a_missing_file_and_an_unknown_set_are_named(tmp_path):
         shipped('test')
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.text(st.characters(exclude_characters='\r\n', codec='utf-8'), max_size=80), max_size=8))
 def test_no_text_is_fatal(texts):
     samples, malformed = read_lines(texts)
@@ -125,7 +125,7 @@ def test_a_shipped_set_cannot_be_spoilt():
     assert len(shipped('stress')) == 700
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.integers(1, 12), st.floats(0, 1), st.integers(1, 30))
 def test_the_share_of_env_prompts_is_exact(size, ratio, n):
     mix = PromptMix(pool(7, 5), size, ratio)
@@ -140,7 +140,7 @@ def env_pool(usual, rare):
     return [Sample(f'A: {chess.STARTING_FEN[:-1]}{i}+e2e4+e2e4+', f'{chess.STARTING_FEN}+{end}') for i, end in enumerate(ends, 1)]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.integers(1, 9), st.integers(1, 9), st.floats(0, 1), st.floats(0, 1), st.integers(1, 12), st.integers(1, 20))
 def test_the_share_of_rare_moves_is_exact_and_each_comes_once_a_round(usual, rare, env_ratio, rare_ratio, size, n):
     mix = PromptMix(pool(5, 0) + env_pool(usual, rare), size, env_ratio, 3, rare_ratio)

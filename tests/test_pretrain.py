@@ -41,7 +41,7 @@ def test_every_shipped_line_round_trips_with_constant_prompts():
         assert len(TOKENIZER.encode(sample.prompt).ids) == PROMPT_TOKENS[sample.task]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.text(st.characters(max_codepoint=127, exclude_characters='\0'), max_size=120))
 @example('B: e2e4<|endoftext|>\nP: ')
 def test_any_ascii_text_round_trips(text):
@@ -117,7 +117,7 @@ def test_evaluations_weigh_less():
     assert light[0] == ' E:' and ' B:' not in light and all(token.strip(' -.').isdigit() for token in light[1:])
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.lists(st.integers(2, 40), min_size=1, max_size=60), st.integers(40, 200), st.integers(0, 5))
 def test_batches_deal_every_row_once_an_epoch(lengths, tokens, seed):
     rows = Rows('P', np.zeros(sum(lengths), np.int16), np.cumsum([0] + lengths))

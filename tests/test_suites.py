@@ -96,7 +96,7 @@ def test_mating_moves_leave_the_board_alone():
         assert (board.fen(), len(board.move_stack)) == before
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(seed=st.integers(0, 10**6), graded=st.booleans(), data=st.data())
 def test_epd_round_trip(seed, graded, data):
     fen = boards(1, seed)[0].fen()
@@ -179,7 +179,7 @@ def test_errors_name_file_line_and_value(text, message, tmp_path):
         read_puzzles(path)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.lists(st.sampled_from([KQK, KQK[:-4], 'bm', ' am ', 'Kg6', ';', '"', 'c8 "1 2";', 'c9', ',', '\n', '{', '}', '"input":', '"1. e4"', '[1]',
                                  LICHESS, SCHOLAR, '"target"', ' ', 'id', '\\', 'e2e4', '5']) | st.text(max_size=4), max_size=12).map(''.join))
 def test_any_text_is_a_suite_or_refused(text):
@@ -532,7 +532,7 @@ def test_one_end_is_open(games):
     assert lost.low == -math.inf < lost.high < math.inf and -math.inf < won.low < won.high == math.inf
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.integers(0, 40), st.integers(0, 40), st.integers(0, 40))
 def test_elo_properties(wins, draws, losses):
     if wins + draws + losses == 0:

