@@ -269,8 +269,9 @@ def rtx4090(
     **changes: Any,  # fields of TrainConfig
 ) -> TrainConfig:
     "The public 124 M weights on a GPU with 24 GB: 64 prompts x 4 completions, in pieces for the memory."
-    return TrainConfig(**{'model': 'jrahn/RookWorld-LM-124M', 'device': 'cuda', 'batch_positions': 64, 'group_size': 4,
-                          'micro_batch_size': 32, 'steps': 1000, 'warmup_steps': 20} | changes)
+    positions = None if changes.get('auto_batch_size') else 64
+    return TrainConfig(**{'model': 'jrahn/RookWorld-LM-124M', 'device': 'cuda', 'batch_positions': positions,
+                          'group_size': 4, 'micro_batch_size': 32, 'steps': 1000, 'warmup_steps': 20} | changes)
 
 
 def emergency(

@@ -595,9 +595,10 @@ def merge_shards(
 ) -> dict[str, int]:    # of `told`
     "Put the shards together; the output is there complete, or not at all."
     totals, output = told(job.folder), Path(job.output)
-    if totals['malformed'] and not any(totals[name] for name in ('lines', 'single', 'failed')):
+    if not any(totals[name] for name in ('lines', 'single', 'failed')):
         shutil.rmtree(job.folder)
-        raise LabelError(f'--output {output}: not written; none of the {totals["malformed"]} lines is a position')
+        why = f'none of the {wrong} lines is a position' if (wrong := totals['malformed']) else 'the input is empty'
+        raise LabelError(f'--output {output}: not written; {why}')
     gone = Path(f'{job.folder}.done')
     with replacing(output) as aside, open(aside, 'wb') as file, ExitStack() as stack:
         whole = stack.enter_context(gzip.GzipFile('', 'wb', 6, file, 0)) if output.suffix == '.gz' else file

@@ -19,6 +19,7 @@ import logging
 import math
 import multiprocessing
 import random
+import signal
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -180,7 +181,8 @@ def _make_shards(paths: list[Path], make, processes: int) -> list[Path]:
     "Call make(number) for every shard that is not there yet, in several processes."
     missing = [number for number, path in enumerate(paths) if not path.exists()]
     if not missing: return paths
-    with multiprocessing.get_context('spawn').Pool(processes) as pool:
+    deaf = signal.signal, (signal.SIGINT, signal.SIG_IGN)    # Ctrl-C reaches every process, and one answers
+    with multiprocessing.get_context('spawn').Pool(processes, *deaf) as pool:
         for done, _ in enumerate(pool.imap_unordered(make, missing), len(paths) - len(missing) + 1):
             logger.info('%s: %d of %d', paths[0].parent.name, done, len(paths))
     return paths

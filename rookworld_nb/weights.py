@@ -289,8 +289,11 @@ def model_folder(
     if name_or_path == 'nano': return Path(str(files('rookworld_nb')/'assets'/'nano'))
     folder = Path(os.path.expanduser(name))
     if os.path.isdir(folder) and name:    # unlike Path's, this never raises
-        if (folder/'final_checkpoint').is_dir():
-            raise ModelNameError(f"{name!r} is a run folder: its model is {str(folder/'final_checkpoint')!r}")
+        if (folder/'metrics.jsonl').exists() or (folder/'final_checkpoint').is_dir():
+            saved = sorted(folder.glob('checkpoint-*'), key=lambda path: (len(path.name), path.name))   # newest last
+            saved += [folder/last for last in ('model', 'final_checkpoint') if (folder/last).is_dir()]
+            which = f'its model is {str(saved[-1])!r}' if saved else 'it has no model yet'
+            raise ModelNameError(f'{name!r} is a run folder: {which}')
         if not (folder/'config.json').exists(): raise ModelFileError(f'no config.json in the folder {name!r}')
         return folder
     raise ModelNameError(f"no model {name!r}: give 'nano', an existing folder, or a hub id 'owner/name'")

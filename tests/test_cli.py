@@ -277,6 +277,11 @@ MISTAKES = [
     ('eval --data lines.txt --max-new-tokens 0', '', ['--max-new-tokens', '0']),
     ('eval --data lines.txt --batch 0', '', ['--batch', '0']),
     ('eval --data lines.txt --model no/such/folder', '', ['no/such/folder']),
+    ('eval --suite mate --games 4', '', ['--games 4', 'selfplay,stockfish', 'mate']), ('eval --suite mate --max-new-tokens 9', '', ['--max-new-tokens 9']),
+    ('eval --suite policy,selfplay --stockfish-path gone', '', ['--stockfish-path gone', 'stockfish']),
+    ('eval --suite selfplay --limit 2', '', ['--limit 2', 'selfplay']), ('eval --temperature .5,1,0.5', '', ['--temperature 0.5,1.0,0.5', 'more than once']),
+    ('eval --model killed', '', ["run folder: its model is 'killed/checkpoint-10'"]), ('eval --model begun', '', ['run folder', 'no model yet']),
+    ('train --preset emergency --kl-control fixed', '', ['--kl-target 0.02', '--preset emergency']),
     ('eval --suite puzzles', '', ['puzzles', '--data', 'Lichess']),
     ('eval --suite puzzles,env --data lines.txt', '', ['puzzles', 'env']),
     ('eval --suite puzzles --data lines.txt', '', ['lines.txt']),
@@ -330,7 +335,8 @@ MISTAKES = [
 def test_a_mistake_costs_one_line_and_creates_nothing(words, stdin, named, call, cwd, monkeypatch):
     (cwd/'bad.toml').write_text('n = = 3')
     (cwd/'key.toml').write_text('seeds = 3')
-    for name in ('run/final_checkpoint', 'empty', 'torn'): (cwd/name).mkdir(parents=True)
+    for name in ('run/final_checkpoint', 'empty', 'torn', 'killed/checkpoint-10', 'killed/checkpoint-9', 'begun'): (cwd/name).mkdir(parents=True)
+    for name in ('killed/metrics.jsonl', 'begun/metrics.jsonl'): (cwd/name).touch()
     (cwd/'torn'/'config.json').write_text('{')
     (cwd/'utf16.txt').write_text(ROW, encoding='utf-16')
     (cwd/'onlyp.txt').write_text(shipped('train')[0].line)
@@ -358,6 +364,25 @@ def test_a_mistake_costs_one_line_and_creates_nothing(words, stdin, named, call,
 def find_engine(path: str | None) -> str:
     """An engine that is always there, unless another one is asked for."""
     return find_stockfish(path) if path else sys.executable
+
+
+def test_a_flag_of_several_values_may_come_several_times(call):
+    _, lines, _ = call('eval', '--suite', 'mate', '--limit', 2, '--suite', 'tactics,selfplay', '--games', 2, '--json', '--suite', 'mate')
+    assert [row['suite'] for row in json.loads(lines[0])['suites'][::9]][0] == 'mate'
+    assert {row['suite'].partition(',')[0] for row in json.loads(lines[0])['suites']} == {'mate', 'tactics', 'selfplay'}
+
+
+def test_words_may_stand_before_and_behind_flags(call, cwd):
+    for name in 'ab': (cwd/f'{name}.jsonl').write_text(ROW.replace('}', f', "file": "{name}"}}') + '\n')
+    for words in ('a.jsonl --penalty -0.5 b.jsonl', '--penalty -0.5 a.jsonl b.jsonl', 'a.jsonl b.jsonl --penalty=-0.5'):
+        code, lines, _ = call('score', *words.split())
+        assert code == 0 and [(json.loads(line)['file'], json.loads(line)['reward']) for line in lines] == [('a', -.5), ('b', -.5)]
+
+
+def test_a_chess_program_may_speak_in_another_encoding(monkeypatch, capsys):
+    said = 'uci\nsetoption name EvalFile value C:\\Sch\xe4che\nisready\nquit\n'.encode('latin-1')
+    monkeypatch.setattr(sys, 'stdin', io.TextIOWrapper(io.BytesIO(said), encoding='utf-8'))
+    assert main(['uci']) == 0 and capsys.readouterr().out.splitlines()[-2:] == ['uciok', 'readyok']
 
 
 def test_an_unknown_flag_lists_all_where_none_is_close(call):

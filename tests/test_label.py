@@ -73,6 +73,8 @@ def test_a_file_without_a_position_leaves_nothing_behind(quick, tmp_path):
     job = Labelling(str(tmp_path/'out.txt'), 2, 10, 0, True, None)
     with pytest.raises(LabelError, match='none of the 2 lines is a position'): quick(job, [str(tmp_path/'notes.txt')])
     assert [path.name for path in tmp_path.iterdir()] == ['notes.txt']
+    (tmp_path/'notes.txt').write_text('')
+    with pytest.raises(LabelError, match='not written; the input is empty'): quick(job, [str(tmp_path/'notes.txt')])
     (tmp_path/'notes.txt').write_text('\n'.join(json.dumps({'fen': fen, 'kind': 'game'}) for fen in games(3)))
     assert quick(job, [str(tmp_path/'notes.txt')])['lines'] == 3
 
