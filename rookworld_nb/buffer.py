@@ -5,10 +5,11 @@
 # %% auto #0
 __all__ = ['PROMPT_FIELDS', 'CountingTask', 'counting_policy', 'RolloutPart', 'mean_advantages', 'judged_groups', 'idle_groups',
            'Experience', 'reward_metrics', 'component_metrics', 'completion_metrics', 'CollectorConfig', 'without_end',
-           'ask_reference', 'advantages_of', 'assemble', 'priced', 'task_shares', 'check_price', 'stack_rows', 'of_all',
-           'group_work', 'share_of', 'Collector', 'BufferConfig', 'StoredGroup', 'put_together', 'stored_groups',
-           'check_room', 'next_groups', 'usable_groups', 'is_wanting', 'buffer_metrics', 'RolloutBuffer', 'part_state',
-           'part_from', 'experience_state', 'collector_state', 'restore_collector', 'buffer_state', 'restore_buffer']
+           'check_reference', 'ask_reference', 'advantages_of', 'assemble', 'priced', 'task_shares', 'check_price',
+           'stack_rows', 'of_all', 'group_work', 'share_of', 'Collector', 'BufferConfig', 'StoredGroup', 'put_together',
+           'stored_groups', 'check_room', 'next_groups', 'usable_groups', 'is_wanting', 'buffer_metrics',
+           'RolloutBuffer', 'part_state', 'part_from', 'experience_state', 'collector_state', 'restore_collector',
+           'buffer_state', 'restore_buffer']
 
 # %% ../nbs/12_buffer.ipynb #e1cdbd24
 import random
@@ -283,6 +284,9 @@ class CollectorConfig:
     def __post_init__(self) -> None:
         check_option('baseline', self.baseline, BASELINES)
         check_option('scale_rewards', self.scale_rewards, REWARD_SCALES)
+        if (self.baseline, self.scale_rewards) == ('ema', 'group'):
+            raise SettingError('scale_rewards=group: not with baseline=ema, which a group may be far from while its '
+                               'own spread is tiny; give batch or none')
         for name, least in (('group_size', 2), ('max_new_tokens_policy', 1), ('max_new_tokens_env', 1)):
             check_count(name, getattr(self, name), least)
         if not COLDEST <= self.temperature < float('inf'):
@@ -302,6 +306,14 @@ def without_end(
     "Which completions were cut off before they ended."
     last = rollouts.completion_mask.sum(1, keepdim=True) - 1
     return rollouts.completion_ids.gather(1, last).squeeze(1) != end_id
+
+def check_reference(
+    model: GPT,             # the policy
+    ref_model: GPT | None,  # the frozen reference, if any
+) -> None:
+    "Raise SettingError where the reference moves with the policy: no KL would ever be measured."
+    if ref_model is model:
+        raise SettingError('the reference is the policy itself; give a copy that stays as it is (copy.deepcopy)')
 
 # %% ../nbs/12_buffer.ipynb #a39d9fe3
 @torch.no_grad()
@@ -453,7 +465,7 @@ def share_of(
 
 # %% ../nbs/12_buffer.ipynb #ab13ce7f
 class Collector:
-    "An iterator of experiences: each `next` samples with the weights of that moment, scores, asks the reference once."
+    "An iterator of experiences: each `next` samples with the weights of that moment, asks the reference once, scores."
     def __init__(
         self,
         model: GPT,                        # the policy; whoever trains it changes it in place
@@ -467,6 +479,7 @@ class Collector:
         credit: Callable[..., Tensor] | None = None,  # pays each part of an answer for itself; a `PartCredit`
     ) -> None:
         check_price(penalty, credit)
+        check_reference(model, ref_model)
         self.model, self.ref_model, self.tokenizer, self.scorer = model, ref_model, tokenizer, scorer
         self.prompts, self.config, self.penalty, self.ranks, self.credit = iter(prompts), config, penalty, ranks, credit
         self.tracker, self.generator = EMATracker(), torch.Generator().manual_seed(config.seed)

@@ -75,8 +75,10 @@ def earnings_table(
     cfg: RewardConfig,                # costs, credits, weights
 ) -> Tensor:                          # (N, K) float64, a column for each of PART_NAMES; NaN where nothing can be said
     "What every part of every completion earned."
+    if len(judged) != len(texts):
+        raise SettingError('credit by part needs a scorer that says how it judged each completion (Scores.judged)')
     earn = policy_earnings if task == 'P' else env_earnings
-    rows = [{} if one is None else earn(text, one.truth, cfg) for text, one in zip(texts, judged, strict=True)]
+    rows = [{} if one is None else earn(text, one.truth, cfg) for text, one in zip(texts, judged)]
     values = [[row.get(name, math.nan) for name in PART_NAMES[task]] for row in rows]
     return torch.tensor(values, dtype=torch.float64).view(-1, len(PART_NAMES[task]))
 

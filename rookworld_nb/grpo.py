@@ -30,7 +30,7 @@ def by_group(
     "Lay the rewards out with one group per row."
     if group_size < 1 or rewards.dim() != 1 or len(rewards) % group_size:
         raise BatchShapeError(f'rewards of shape {tuple(rewards.shape)} do not split by group_size={group_size}')
-    return (rewards if rewards.is_floating_point() else rewards.float()).reshape(-1, group_size)
+    return (rewards if rewards.dtype == torch.float64 else rewards.float()).reshape(-1, group_size)
 
 # %% ../nbs/08_grpo.ipynb #c1b88400
 def leave_one_out_baseline(

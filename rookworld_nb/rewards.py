@@ -458,7 +458,8 @@ def component_row(
 ) -> tuple:                                  # one value per column of COLUMNS
     """Scale, blend and shape one completion's scores."""
     scores = [scale_score(score, curve) for score, (_, curve) in zip(judged.scores, terms)]
-    raw = min(1., sum(score*share for score, (share, _) in zip(scores, terms)))
+    blend = sum(score*share for score, (share, _) in zip(scores, terms))
+    raw = min(1., round(blend, 12))    # .4 + .3 + .1 is .8, and earns what .8 earns
     absent = (math.nan,)*3
     parts = (*scores, *absent) if judged.task == 'P' else (scores[0], *absent, *scores[1:])
     return judged.task, *parts, raw, shape_reward(judged, raw, cfg)

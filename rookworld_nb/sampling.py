@@ -92,7 +92,7 @@ def decode(
     owners = rows // (n_rows//len(prefix.lengths))
     hidden = prefix.last_hidden[owners]
     for t in range(limit):
-        if not (logits := model.logits(hidden)).sum().isfinite():    # a sum is quicker, and hides neither
+        if not (logits := model.logits(hidden)).sum(dtype=torch.float32).isfinite():    # quick, hides neither
             raise SamplingError(f'the model computes NaN or infinity at new token {t + 1}')
         tokens, logprobs = draw(logits, temperature, noise[t, rows])
         yield rows, tokens, logprobs

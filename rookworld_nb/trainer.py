@@ -5,9 +5,10 @@
 # %% auto #0
 __all__ = ['SCHEDULES', 'ADAMW', 'LOSS_OPTIONS', 'KL_LIMITS', 'PIECE_TOKENS', 'logger', 'RECENT', 'TrainerConfig', 'check_config',
            'lr_factor', 'build_optimizer', 'MicroBatch', 'usual_piece', 'micro_batches', 'items_of', 'FirstUpdateError',
-           'likely_cause', 'check_first_update', 'exact_token_kl', 'Critic', 'judged_by', 'critic_loss', 'Learning',
-           'broken_rows', 'accumulate_gradients', 'take_step', 'seen_by_all', 'add_gradients', 'Health', 'find_failure',
-           'count_skipped', 'Learner', 'speed', 'update', 'recover', 'trainer_state', 'restore_trainer', 'Trainer']
+           'likely_cause', 'check_kl_inputs', 'check_first_update', 'exact_token_kl', 'Critic', 'judged_by',
+           'critic_loss', 'Learning', 'broken_rows', 'accumulate_gradients', 'take_step', 'seen_by_all',
+           'add_gradients', 'Health', 'find_failure', 'follow_kl', 'count_skipped', 'Learner', 'speed', 'update',
+           'recover', 'trainer_state', 'restore_trainer', 'Trainer']
 
 # %% ../nbs/13_trainer.ipynb #2a1b3d85
 import copy
@@ -22,9 +23,9 @@ import pandas as pd
 import torch
 from torch import Tensor, nn
 
-from .buffer import Experience, RolloutBuffer, share_of, stack_rows
+from .buffer import Experience, RolloutBuffer, check_reference, share_of, stack_rows
 from .grpo import (
-    IMPORTANCE_LEVELS, LOSS_TYPES, count_items, gae, grpo_loss, place_rewards, value_loss)
+    IMPORTANCE_LEVELS, LOSS_TYPES, MissingInputError, count_items, gae, grpo_loss, place_rewards, value_loss)
 from .hardware import ALONE, Ranks, add_up, group_operations, product_rate
 from .kl import (
     EXACT_KL, KL_ESTIMATORS, KLConfig, KLController, SettingError,
@@ -235,13 +236,26 @@ def likely_cause(
             if _gap(replace(micro, temperature=temperature).logprobs(model)[0], old, mask) <= tolerance:
                 return f'the temperature: sampled at {temperature:g}, the loss uses {micro.temperature:g}'
     padded = ~micro.prompt_mask.all(1).repeat_interleave(micro.group_size)
-    if padded.any() and _gap(now, old, mask & ~padded[:, None]) <= tolerance:
+    whole = mask & ~padded[:, None]
+    if padded.any() and whole.any() and _gap(now, old, whole) <= tolerance:
         return 'positions under padding: only rows whose prompt is padded disagree'
     if ref is not None and _gap(old, ref, mask) <= tolerance:
         return 'another policy: the reference agrees with the sampler, but the policy has other weights'
     return 'positions, masks or cache of the sampler, or rollouts of another policy: no noise, no temperature up to 2'
 
 # %% ../nbs/13_trainer.ipynb #d4a66b2b
+def check_kl_inputs(
+    experience: Experience,  # the first
+    config: TrainerConfig,   # weight and estimator of the KL term
+) -> None:
+    "Raise MissingInputError where the KL term, perhaps after a warm-up, would lack what it compares with."
+    needed = 'ref_hidden' if config.kl_estimator in EXACT_KL else 'ref_logprobs'
+    there = all(getattr(part, needed) is not None for part in experience.parts)
+    if config.kl.kl_coef and experience.kl_penalty is None and not there:
+        how = '' if needed == 'ref_logprobs' else f' that keeps its states for kl_estimator={config.kl_estimator}'
+        raise MissingInputError(f'kl_coef={config.kl.kl_coef}: the experiences need a reference{how} ({needed})')
+
+
 def check_first_update(
     model: GPT,             # the policy, not yet updated
     micro: MicroBatch,      # a piece of the first experience
@@ -273,7 +287,8 @@ def exact_token_kl(
 ) -> Tensor:            # (n, T) nats, with gradients; 0 where masked
     "The KL of each token's whole distribution."
     def one(hidden, ref_hidden):
-        logits, ref_logits = model.logits(hidden), ref_model.logits(ref_hidden.to(there)).to(hidden.device)
+        with torch.no_grad(): ref_logits = ref_model.logits(ref_hidden.to(there)).to(hidden.device)
+        logits = model.logits(hidden)
         logits, ref_logits = logits/micro.temperature, ref_logits/micro.temperature
         return exact_kl(logits[None], ref_logits[None], direction).squeeze(0),
     mask, size, there = micro.completion_mask, max(1, tile_elements//model.cfg.vocab_size), ref_model.wte.weight.device
@@ -477,20 +492,26 @@ class Health:
 
 # %% ../nbs/13_trainer.ipynb #0df25c6d
 def find_failure(
-    health: Health,             # remembers the KL
+    health: Health,             # knows the running mean of the KL
     metrics: dict[str, float],  # of the update at hand
     config: TrainerConfig,      # the limits
 ) -> str:                       # why the run has failed; empty if it has not
     "Judge an update before it is made."
-    mean, kl = health.kl_mean, metrics.get('kl', math.nan)
+    mean = health.kl_mean
     spike = None if mean is None or config.kl_spike_factor is None \
         else config.kl_spike_factor*max(mean, config.kl.kl_target)
     for name, limit in (('kl', config.kl_divergence_threshold), ('kl_95pct', config.kl_tail_threshold), ('kl', spike)):
         if limit is not None and metrics.get(name, math.nan) > limit:
             return f'{name} is {metrics[name]:.3g} nats per token, above {limit:.3g}'
-    if math.isfinite(kl):
-        health.kl_mean = kl if mean is None else .9*mean + .1*kl
     return f'{health.in_a_row} updates in a row were skipped' if health.in_a_row >= config.max_skipped else ''
+
+
+def follow_kl(
+    health: Health,  # remembers
+    kl: float,       # of an update that was taken, nats per token
+) -> None:
+    "Take a KL into the running mean."
+    health.kl_mean = kl if health.kl_mean is None else .9*health.kl_mean + .1*kl
 
 
 def count_skipped(
@@ -519,6 +540,7 @@ class Learner:
     ) -> None:
         if config.kl_estimator in EXACT_KL and ref_model is None:
             raise SettingError(f'kl_estimator={config.kl_estimator} needs the reference model')
+        check_reference(model, ref_model)
         self.model, self.config, self.ref_model, self.ranks = model, config, ref_model, ranks
         self.critic = Critic(model.cfg.n_embd).to(model.wte.weight.device) if config.use_gae else None
         self.optimizer, self.kl = build_optimizer(model, config, self.critic), KLController(config.kl)
@@ -574,6 +596,7 @@ def update(
     learning = Learning(trainer.model, config, in_loss, items_of(experience, config.loss_type), max(1, tokens),
                         experience.max_completion_length, trainer.ref_model, trainer.critic)
     trainer.optimizer.zero_grad(set_to_none=True)    # whatever the model was used for before
+    if step == 1: check_kl_inputs(experience, config)
     metrics, broken = accumulate_gradients(learning, experience, step == 1, trainer.ranks)
     if step == 1 and tokens and 'kl' not in metrics and any(getattr(config, name) for name in KL_LIMITS):
         logger.warning('without a reference no KL is measured, and no limit on it (%s) acts', ', '.join(KL_LIMITS))
@@ -584,12 +607,13 @@ def update(
     trainer.broken = None if finite else experience.table.assign(broken=broken)
     count_skipped(health, step, finite, tokens)
     trainer.failure = find_failure(health, metrics if tokens else {}, config)
-    if finite and tokens and not trainer.failure:
+    if taken := finite and tokens and not trainer.failure:
         if trainer.proposed and experience.fresh: trainer.remember()    # judged by what this very state has sampled
         take_step(trainer.optimizer, rate)
     trainer.optimizer.zero_grad(set_to_none=True)
-    if 'kl' in metrics and experience.fresh and tokens and not trainer.failure:    # else the state is not kept
-        trainer.kl.update(metrics['kl'], step - 1)    # what the steps before this one have led to
+    if taken and 'kl' in metrics:
+        follow_kl(health, metrics['kl'])
+        if experience.fresh: trainer.kl.update(metrics['kl'], step - 1)    # what the steps before have led to
     return {'step': step} | experience.metrics() | metrics | {
         'kl_coef': kl_coef, 'grad_norm': norm, 'learning_rate': rate, **health.metrics(step),
         **speed(trainer.model, experience, trainer.ranks, time.perf_counter() - start)}

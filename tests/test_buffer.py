@@ -14,11 +14,12 @@ from torch.testing import assert_close
 from rookworld_nb import buffer as buffer_module
 from rookworld_nb.buffer import (BufferConfig, Collector, CollectorConfig, CountingTask, RolloutBuffer, ask_reference, buffer_state, collector_state,
                                  counting_policy, restore_buffer, restore_collector)
+from rookworld_nb.credit import PartCredit
 from rookworld_nb.grpo import EMATracker, compute_advantages
 from rookworld_nb.kl import SettingError
 from rookworld_nb.model import GPT
 from rookworld_nb.positions import PromptMix, Sample
-from rookworld_nb.rewards import Scores
+from rookworld_nb.rewards import RewardConfig, Scores
 from rookworld_nb.sampling import completion_logprobs
 
 TASK = CountingTask()
@@ -459,12 +460,22 @@ def test_a_cleared_buffer_collects_anew(model):
     assert next(source).number == 2 and len(source.experiences) == 1
 
 
+def test_a_running_mean_is_not_divided_by_the_spread_of_a_group():
+    with pytest.raises(SettingError, match='scale_rewards=group: not with baseline=ema.*batch or none'): CollectorConfig(baseline='ema')
+
+
+def test_credit_by_part_needs_to_know_how_each_answer_was_judged(model):
+    source = collector(model)
+    source.credit = PartCredit(RewardConfig(shaping='continuous'), TASK.tokenizer)
+    with pytest.raises(SettingError, match='Scores.judged'): next(source)
+
+
 @pytest.mark.parametrize('stop', [1, 4, 7])
 @pytest.mark.parametrize('hidden', [False, True])
 def test_a_buffer_put_up_again_deals_the_same(base, stop, hidden, tmp_path):
     def data_side():
         prompts = PromptMix(TASK.samples, 8, .25)
-        config = CollectorConfig(group_size=G, temperature=1., max_new_tokens_policy=2, max_new_tokens_env=3, baseline='ema', keep_ref_hidden=hidden)
+        config = CollectorConfig(group_size=G, temperature=1., max_new_tokens_policy=2, max_new_tokens_env=3, baseline='ema', scale_rewards='batch', keep_ref_hidden=hidden)
         source = Collector(base, counting_policy(seed=3), TASK.tokenizer, prompts, TASK, config)
         return prompts, source, RolloutBuffer(source, BufferConfig(replays=3, capacity=2, minibatch_positions=5))
 
@@ -596,7 +607,7 @@ class HalfSilent:
         return Scores(scores.rewards.masked_fill(torch.tensor(unknown), 0.), scores.components.assign(raw=scores.components['raw'].mask(unknown)))
 
 
-@pytest.mark.parametrize('options', [{'scale_rewards': 'batch'}, {'baseline': 'ema'}, {'penalty': lambda: .5}])
+@pytest.mark.parametrize('options', [{'scale_rewards': 'batch'}, {'baseline': 'ema', 'scale_rewards': 'batch'}, {'penalty': lambda: .5}])
 def test_what_was_not_judged_is_compared_with_nothing_and_moves_no_other(model, options):
     found = []
     for silent in (0, 1, 3):

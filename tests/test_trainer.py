@@ -19,7 +19,7 @@ from rookworld_nb.positions import PromptMix, Sample
 from rookworld_nb.rewards import Scores
 from rookworld_nb.sampling import completion_logprobs, sample
 from rookworld_nb.trainer import (RECENT, Critic, FirstUpdateError, Health, Learning, MicroBatch, Trainer, TrainerConfig, accumulate_gradients, build_optimizer,
-                                  check_first_update, find_failure, items_of, lr_factor, micro_batches, restore_trainer, speed, trainer_state, update, usual_piece)
+                                  check_first_update, find_failure, follow_kl, items_of, lr_factor, micro_batches, restore_trainer, speed, trainer_state, update, usual_piece)
 
 TASK = CountingTask()
 G = 4
@@ -151,6 +151,15 @@ def test_a_planted_fault_ends_the_run_before_it_moves_and_is_named(fault, micro_
         next(trainer.run([experience]))
     assert fault is no_numbers or same(model, before)
     assert not trainer.optimizer.state and all(p.grad is None for p in model.parameters())
+
+
+def test_a_piece_of_padded_rows_alone_says_nothing_about_padding():
+    torch.manual_seed(0)
+    model = counting_policy(steps=0)
+    experience = uneven(model)
+    with torch.no_grad(): model.wte.weight.mul_(2)    # every row disagrees
+    with pytest.raises(FirstUpdateError, match=f'Likely cause: .*{FAULTS[other_policy]}'):
+        next(Trainer(model, config(micro_batch_size=G)).run([experience]))
 
 
 def test_the_message_gives_the_numbers(model):
@@ -546,6 +555,20 @@ def test_a_coefficient_without_reference_is_refused(model):
         next(Trainer(model, config(kl=KLConfig(kl_coef=.1))).run(collector(model, None)))
 
 
+@pytest.mark.parametrize('estimator, needed', [('kl3', 'ref_logprobs'), ('forward', 'ref_hidden')])
+def test_what_the_kl_will_need_after_its_warm_up_is_asked_for_at_once(model, estimator, needed):
+    reference, warmed = copy.deepcopy(model), KLConfig(kl_coef=.02, kl_warmup_steps=2)
+    trainer = Trainer(model, config(kl=warmed, kl_estimator=estimator), reference)
+    with pytest.raises(MissingInputError, match=needed):
+        next(trainer.run(collector(model, reference if needed == 'ref_hidden' else None)))
+    assert trainer.step == 0
+
+
+def test_the_policy_is_no_reference_of_itself(model):
+    for make in (lambda: collector(model, model), lambda: Trainer(model, config(), model)):
+        with pytest.raises(SettingError, match='the policy itself'): make()
+
+
 @pytest.mark.parametrize('limit, warned', [(.5, 1), (None, 0)])
 def test_a_limit_on_a_kl_that_nobody_measures_is_said_once(base, caplog, limit, warned):
     model = copy.deepcopy(base)
@@ -563,6 +586,18 @@ def test_a_kl_that_is_no_number_is_a_skipped_update(base):
     assert next(rows)['skipped_updates'] == 0
     with torch.no_grad(): reference.wte.weight.fill_(math.nan)
     assert [row['skipped_updates'] for row in rows] == [1, 2, 3] and '3 updates in a row were skipped' in trainer.stop_reason
+
+
+def test_a_skipped_update_moves_no_control(base):
+    "The KL is a number and the gradient is not: the weights stay, and so does what the KL has led to."
+    model = copy.deepcopy(base)
+    trainer = Trainer(model, config(kl=KLConfig(kl_coef=.02, kl_control='adaptive')))
+    rows = trainer.run(collector(model))
+    next(rows), next(rows)
+    next(model.parameters()).register_hook(lambda gradient: gradient*math.nan)
+    before, mean, coefficient = weights(model), trainer.health.kl_mean, trainer.kl.kl_coef
+    assert math.isfinite(next(rows)['kl']) and trainer.health.skipped == 1 and same(model, before)
+    assert (trainer.health.kl_mean, trainer.kl.kl_coef) == (mean, coefficient)
 
 
 @pytest.mark.parametrize('name, value', [('steps', 2.5), ('warmup_steps', -1), ('max_skipped', 0), ('max_recoveries', .5), ('micro_batch_size', 2.5), ('steps', '5')])
@@ -609,6 +644,7 @@ def test_an_exact_kl_is_that_of_the_whole_distributions_and_so_is_its_gradient(b
     model.zero_grad()
     metrics, _ = accumulate_gradients(Learning(model, settings, .7, items, items, 3, reference), silent)
     found = [p.grad.clone() for p in model.parameters()]
+    assert all(p.grad is None for p in reference.parameters())
     model.zero_grad()
     with torch.no_grad():
         ref = whole_distributions(reference, silent)
@@ -883,8 +919,8 @@ def test_each_limit_fires_above_itself(kl, tail, mean, reason):
 
 def test_the_running_mean_follows_the_kl_and_ignores_failures():
     health, settings = Health(), config(**LIMITS)
-    for kl, mean in ((.1, .1), (.2, .11), (math.nan, .11), (.49, .11), (.01, .1)):
-        find_failure(health, {'kl': kl}, settings)
+    for kl, mean in ((.1, .1), (.2, .11), (.49, .11), (.01, .1)):
+        if not find_failure(health, {'kl': kl}, settings): follow_kl(health, kl)
         assert health.kl_mean == pytest.approx(mean)
 
 
