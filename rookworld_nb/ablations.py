@@ -204,7 +204,8 @@ def planned_runs(
             raise AblationError(f'{folder/"results.csv"}: {cell!r} with seed {seed} was run with other settings; '
                                 'start the study in a new folder')
         path, mine = place/'config.json', asdict(replace(config, output_dir=str(place)))
-        if path.exists() and json.loads(path.read_text(encoding='utf-8')) | {'resume': False} != mine:
+        here = {'resume': False, 'output_dir': str(place)}    # wherever the folder was when it was begun
+        if path.exists() and json.loads(path.read_text(encoding='utf-8')) | here != mine:
             raise AblationError(f'{place} was started with other settings; start the study in a new folder')
     return {run: config for run, config in runs.items() if run not in made}
 

@@ -182,8 +182,8 @@ def cut_logs(
     if path.exists():
         write_atomic(path, ''.join(json.dumps(row) + '\n' for row in rows))
     for table in (*folder.glob('completions/step-*.csv'), *folder.glob('skipped/step-*.csv')):
-        if checkpoint_step(table.with_suffix('')) > step:
-            table.unlink()
+        number = table.stem.rpartition('-')[2]
+        if number.isdecimal() and int(number) > step: table.unlink()    # others are not ours
 
 # %% ../nbs/20_checkpoint.ipynb #6542346c
 def fingerprint(

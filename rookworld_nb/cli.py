@@ -133,7 +133,7 @@ def parse_value(
             raise UsageError(f'{text!r} is not one of {", ".join(choices)}')
         return choices[text]
     try:
-        value = kind(text)
+        value = Path(text).expanduser() if kind is Path and text else kind(text)
         unfit = math.isnan(value) if kind is float else kind is int and abs(value) >= 2**63    # of no use to PyTorch
         if text and not unfit:
             return value

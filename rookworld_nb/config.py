@@ -12,6 +12,7 @@ __all__ = ['BY_SIZE', 'OPEN', 'SMALL', 'CREDITS', 'Part', 'LEAST', 'OF_THE_GROUP
 import math
 from dataclasses import asdict, dataclass, fields, replace
 from os import PathLike, fspath
+from os.path import expanduser
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from .buffer import BufferConfig, CollectorConfig, check_room
@@ -239,6 +240,7 @@ class TrainConfig(HardwareConfig, UpdateOptions, RewardOptions, PromptOptions): 
         for name, value in vars(self).items():
             if isinstance(value, PathLike): object.__setattr__(self, name, fspath(value))    # a checkpoint takes texts
         check_kinds(self)
+        if self.output_dir: object.__setattr__(self, 'output_dir', expanduser(self.output_dir))    # ~
         super().__post_init__()
         check_flags(self)
         if self.credit == 'part' and (asked := whole_answers(self)):

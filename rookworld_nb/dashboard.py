@@ -67,7 +67,7 @@ class History:
     ) -> None:
         """Add a row; a number that is missing in it is NaN."""
         done = len(self.columns['step'])
-        row = {'step': done + 1.} | {name: float(value) for name, value in row.items()}
+        row = {'step': done + 1.} | {name: math.nan if value is None else float(value) for name, value in row.items()}
         for name in row: self.columns.setdefault(name, [math.nan]*done)
         for name, values in self.columns.items(): values.append(row.get(name, math.nan))
 

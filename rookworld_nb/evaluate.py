@@ -75,7 +75,7 @@ TASK_METRICS = {'P': POLICY_METRICS, 'A': ENV_METRICS}
 
 # %% ../nbs/15_evaluate.ipynb #9b0d0fba
 EVAL_CLIP = 10.  # pawns
-ROUNDING = 1e-9  # pawns; evaluations are decimals, their differences are not
+ROUNDING = 1e-9  # of any metric: its values are decimals, their differences are not
 
 
 def clip_pawns(
@@ -173,7 +173,7 @@ def env_metrics(
         'board_exact': float(answer.new_fen_text.split(' ')[0] == truth.new_fen.split(' ')[0]),
         'fen_similarity': Levenshtein.normalized_similarity(answer.new_fen_text, truth.new_fen),
         'reward_correct': float(reward), 'flags_correct': float(flags),
-        'all_correct': float(exact and reward and flags)}
+        'all_correct': float(exact and reward and flags and answer.well_formed)}
 
 # %% ../nbs/15_evaluate.ipynb #f90fef40
 KEYS = ('task', 'prompt', 'sample', 'temperature', 'truth', 'predicted')
@@ -217,7 +217,7 @@ def completions(
     ranks: Ranks = ALONE,        # processes that take the batches in turn, with the same noise as one of them
 ) -> list[str]:                  # samples_per_prompt texts for each prompt, in order
     """Complete prompts batch by batch."""
-    own, size = [], max(1, batch_size//samples_per_prompt)
+    own, size = [], max(1, batch_size//max(1, samples_per_prompt))
     for number, start in enumerate(range(0, len(prompts), size)):
         mine = slice(None) if number % ranks.size == ranks.rank else slice(0)
         own.append(sample_group(model, tokenizer, prompts[start:start + size], samples_per_prompt,
@@ -307,7 +307,7 @@ def mean_interval(
     values = values[~np.isnan(values)]
     if shares and len(values) and np.isin(values, (0, 1)).all():
         low, high = wilson_interval(int(values.sum()), len(values))
-    elif len(values) and np.ptp(values) > 0:
+    elif len(values) and np.ptp(values) > ROUNDING:
         low, high = bootstrap_interval(values, resamples, seed)
     else:
         low = high = math.nan    # the bootstrap would claim certainty
@@ -401,7 +401,7 @@ def paired_difference(
     if len(gaps) < 2:
         return Difference(float(gaps.sum()) if len(gaps) else math.nan, math.nan, math.nan, len(gaps))
     mean, error = float(gaps.mean()), float(gaps.std(ddof=1)/math.sqrt(len(gaps)))
-    z = mean/error if error > 0 else math.nan    # without a spread nothing is measured
+    z = mean/error if error > ROUNDING else math.nan    # without a spread nothing is measured
     return Difference(mean, error, z, len(gaps))
 
 # %% ../nbs/15_evaluate.ipynb #2a865d80

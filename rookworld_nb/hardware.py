@@ -382,8 +382,8 @@ def unchanged(
 ) -> Iterator[None]:
     "Whatever happens inside, weights and random numbers are afterwards as before, and there are no gradients."
     weights = {name: value.detach().cpu().clone() for name, value in model.state_dict().items()}
-    lots = random.getstate()
-    with torch.random.fork_rng():
+    lots, device = random.getstate(), next(model.parameters()).device
+    with torch.random.fork_rng([device] if device.type == 'cuda' else []):    # and no other GPU is woken
         try:
             yield
         finally:

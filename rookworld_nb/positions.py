@@ -75,8 +75,10 @@ def _sample(
     parse_board(sample.fen)
     if sample.task == 'P':
         if not (legal := legal_moves(sample.fen)): raise ValueError('the position has no legal move')
-        if wrong := [move for move in parse_policy(sample.completion).moves if move not in legal]:
+        answer = parse_policy(sample.completion)
+        if wrong := [move for move in (*answer.moves, answer.best) if move not in legal]:
             raise ValueError(f'the move {wrong[0]} is not legal in the position')
+        if len({*answer.moves}) < len(answer.moves): raise ValueError('a move is listed twice')
     return sample
 
 # %% ../nbs/04_positions.ipynb #f3b706e0

@@ -18,10 +18,13 @@ import json
 import logging
 import math
 import multiprocessing
+import os
 import random
 import signal
 import time
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
@@ -34,8 +37,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .model import GPT, GPTConfig
-from .positions import (
-    Sample, apart_from, by_task, random_endgame, read_lines, replacing, seen_positions, shipped_positions, write_lines)
+from rookworld_nb.positions import (
+    Sample, apart_from, by_task, locked, random_endgame, read_lines, replacing, seen_positions, shipped_positions,
+    write_lines)
 from .rules import InvalidFen, Stockfish, env_step, fen_key, legal_moves
 from .tasks import format_env, format_policy, parse_policy, policy_prompt, split_line
 from .weights import END_TOKEN, end_token_id, load_pretrained, save_pretrained
@@ -181,10 +185,14 @@ def _make_shards(paths: list[Path], make, processes: int) -> list[Path]:
     "Call make(number) for every shard that is not there yet, in several processes."
     missing = [number for number, path in enumerate(paths) if not path.exists()]
     if not missing: return paths
-    deaf = signal.signal, (signal.SIGINT, signal.SIG_IGN)    # Ctrl-C reaches every process, and one answers
-    with multiprocessing.get_context('spawn').Pool(processes, *deaf) as pool:
-        for done, _ in enumerate(pool.imap_unordered(make, missing), len(paths) - len(missing) + 1):
-            logger.info('%s: %d of %d', paths[0].parent.name, done, len(paths))
+    silent = signal.signal, (signal.SIGINT, signal.SIG_DFL)    # Ctrl-C reaches every process, and one answers
+    with ProcessPoolExecutor(processes, multiprocessing.get_context('spawn'), *silent) as pool:
+        try:
+            for done, _ in enumerate(pool.map(make, missing), len(paths) - len(missing) + 1):
+                logger.info('%s: %d of %d', paths[0].parent.name, done, len(paths))
+        except BrokenProcessPool:
+            raise PretrainError('a process that makes data was killed, perhaps for its memory; the same command goes '
+                                'on from here, with fewer --processes if it happens again') from None
     return paths
 
 # %% ../nbs/11_pretrain.ipynb #f5c9d1e7
@@ -633,6 +641,7 @@ class PretrainConfig:
     save_every: int = 250      # steps between checkpoints
 
     def __post_init__(self):
+        object.__setattr__(self, 'output_dir', os.path.expanduser(self.output_dir))
         check_pretrain(self)
 
 # %% ../nbs/11_pretrain.ipynb #51169044
@@ -731,6 +740,9 @@ def _train_step(learner: _Learner, streams: dict[str, Iterator[Tensor]]) -> dict
         row |= figures
         row['tokens'] += ids.numel()
     row['grad_norm'] = torch.nn.utils.clip_grad_norm_(learner.model.parameters(), 1.).item()
+    if not math.isfinite(row['grad_norm']):
+        raise PretrainError(f'step {step + 1}: the gradient is not finite; the checkpoint before is as it was. '
+                            f'Start anew with less than --lr {config.lr}')
     for optimiser in learner.optimisers:
         for group in optimiser.param_groups:
             group['lr'] = row['lr']
@@ -947,9 +959,21 @@ def pretrain(
         raise PretrainError(f'--output-dir {folder}: holds a run of `rookworld train`; give another folder')
     tokenizer = board_tokenizer()
     first_model(config, tokenizer)    # what is wrong with it, or with going on, is said before any data is made
-    checkpoint = folder/'checkpoint.pt'
-    done = _load_checkpoint(checkpoint, config)['step'] if checkpoint.exists() else 0
-    rows, validation = prepare(config, tokenizer)
+    done = _load_checkpoint(folder/'checkpoint.pt', config)['step'] if (folder/'checkpoint.pt').exists() else 0
+    folder.mkdir(parents=True, exist_ok=True)
+    with locked(folder/'.lock') as alone:
+        if not alone: raise PretrainError(f'--output-dir {folder}: another process is at work there')
+        _learn(config, tokenizer, done)
+        model, tokenizer = load_pretrained(str(folder/'model'))
+        save_pretrained(model, tokenizer, folder/'nano', dtype=torch.float16)
+        for name, samples in zip(('train', 'heldout'), make_prompts(folder, whole_shard(folder/'stress.txt.gz'))):
+            write_lines(samples, folder/f'{name}.txt.gz')
+    return folder
+
+
+def _learn(config: PretrainConfig, tokenizer: Tokenizer, done: int) -> None:
+    "Make the data, and train from step `done` on; every step leaves a row in metrics.jsonl."
+    folder, (rows, validation) = Path(config.output_dir), prepare(config, tokenizer)
     _cut_log(folder/'metrics.jsonl', done)
     with open(folder/'metrics.jsonl', 'ab') as log:
         for row in train(config, rows, tokenizer, validation):
@@ -959,8 +983,3 @@ def pretrain(
                 logger.info('step %d of %d: held-out nats a token P %.3f, A %.3f; whole A answers right %.3f',
                             row['step'], config.steps, row['heldout/P/loss'], row['heldout/A/loss'],
                             row['heldout/A/all_right'])
-    model, tokenizer = load_pretrained(str(folder/'model'))
-    save_pretrained(model, tokenizer, folder/'nano', dtype=torch.float16)
-    for name, samples in zip(('train', 'heldout'), make_prompts(folder, whole_shard(folder/'stress.txt.gz'))):
-        write_lines(samples, folder/f'{name}.txt.gz')
-    return folder

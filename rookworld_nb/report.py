@@ -41,7 +41,7 @@ from matplotlib.ticker import MaxNLocator, MultipleLocator
 
 from . import __version__
 from .config import SMALL, TrainConfig
-from .evaluate import TASK_METRICS
+from .evaluate import ROUNDING, TASK_METRICS
 from .monitor import (
     BAND, BLUE, COLOURS, FAINT, INK, LIGHT_COLOURS, MUTED, ORANGE, STYLE, TABLE_COLUMNS, Curves, Light, Panel, Picture,
     column, dress, lights, metric_for, metric_rows, overall, plain, plot_curves, read_completions, values_of,
@@ -191,7 +191,7 @@ def number(
 
 # %% ../nbs/22_report.ipynb #ede74863
 #: Held-out metrics that are better when they fall.
-LOWER_IS_BETTER = frozenset({'eval_error', 'win_probability_lost'})
+LOWER_IS_BETTER = frozenset({'eval_error', 'win_probability_lost', 'false_alarms'})
 #: |z| from which a change is marked.
 SIGNIFICANT = 2.
 KEYS = ('task', 'temperature', 'metric')
@@ -224,7 +224,7 @@ def comparison(
         table = table.astype({name: float for name in ('temperature', *NUMBERS)})
     except (TypeError, ValueError) as error:
         raise ReportError(f'summary.json: the comparison is no table of numbers: {error}') from None
-    table['z'] = table['z'].mask(np.isinf(table['z']) | (table['standard_error'] == 0))    # as runs from before said
+    table['z'] = table['z'].mask(np.isinf(table['z']) | (table['standard_error'] <= ROUNDING))    # of older runs
     good = table['z']*np.where(table['metric'].isin(LOWER_IS_BETTER), -1, 1)
     table['verdict'] = np.select([good >= SIGNIFICANT, good <= -SIGNIFICANT], ['better', 'worse'], '')
     return table.iloc[sorted(range(len(table)), key=lambda i: rank(table.iloc[i]))].reset_index(drop=True)
@@ -442,21 +442,24 @@ def plot_lights(
     rows: Sequence[Mapping[str, float]],  # of a run, at least one
     names: Iterable[str],                 # the metrics to show, below the light of the whole row
 ) -> Picture:
-    "Every light of every step; where there are more steps than columns, a column shows the worst of its steps."
+    "Every light of every step; of more than 300 a column shows the worst of as many steps as all the others."
     judged = [{'': overall(row)} | {light.metric: light for light in lights(row)} for row in rows]
     names = ['', *dict.fromkeys(names)]
     grid = np.array([[COLOURS.index(row[name].colour) if name in row else -1 for row in judged] for name in names])
-    chunks = np.array_split(np.arange(len(rows)), min(len(rows), 300))
-    worst = np.stack([grid[:, chunk].max(axis=1) for chunk in chunks], axis=1)
+    steps = np.array([int(row['step']) for row in rows])
+    first, last = int(steps[0]), int(steps[-1])
+    width = math.ceil((last - first + 1)/300)
+    worst = np.full((len(names), (last - first)//width + 1), -1)
+    np.maximum.at(worst.T, (steps - first)//width, grid.T)
     height = .65 + .24*len(names)
     figure = Picture(9.9, height)
     figure.subplots_adjust(left=.2, right=.985, bottom=.42/height, top=1 - .1/height)
     axes, = figure.grid(1, 1)
-    first, last = int(rows[0]['step']), int(rows[-1]['step'])
     colours = ListedColormap(['white', '#d5e8dc', LIGHT_COLOURS['yellow'], LIGHT_COLOURS['red']])
     with rc_context(STYLE):
         axes.imshow(worst, cmap=colours, vmin=-1, vmax=2, aspect='auto', interpolation='nearest',
-                    extent=(first - .5, last + .5, len(names) - .5, -.5))
+                    extent=(first - .5, first - .5 + width*worst.shape[1], len(names) - .5, -.5))
+        axes.set_xlim(first - .5, last + .5)
         axes.grid(visible=False)
         axes.hlines(np.arange(len(names) - 1) + .5, first - .5, last + .5, color='white', lw=2)
         axes.set_yticks(range(len(names)), ['the whole row', *names[1:]], color=INK)

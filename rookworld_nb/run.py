@@ -107,7 +107,8 @@ def run_folder(
     "Where the run will be written; a folder that holds a run already is gone on with or refused."
     given, root = config.output_dir, Path('runs')
     if config.resume:
-        runs = [path for path in ([Path(given)] if given else root.glob('*')) if (path/'config.json').exists()]
+        begun = [path for path in root.glob('*') if any((path/name).exists() for name in ('metrics.jsonl', '.lock'))]
+        runs = [path for path in ([Path(given)] if given else begun) if (path/'config.json').exists()]
         if not runs:
             raise RunError(f'--resume: no run in {given or root}; a run folder holds a config.json')
         return max(runs, key=lambda path: max(file.stat().st_mtime for file in path.glob('[cm]*.json*')))
@@ -243,7 +244,8 @@ def trial_run(
 ) -> Setup:                # the same models with parts of their own, after two updates
     "Collect and learn twice."
     other, learned_from = copy.copy(run), run.config.minibatch_positions
-    other.assemble(replace(run.config, steps=2, batch_positions=batch_positions, group_size=group_size,
+    other.assemble(replace(run.config, steps=2, kl_warmup_steps=0, kl_warmup_factor=TrainConfig.kl_warmup_factor,
+                           batch_positions=batch_positions, group_size=group_size,
                            minibatch_positions=learned_from and min(learned_from, batch_positions)))
     with unchanged(run.model), closing(other.trainer.run(other.buffer)) as rows:
         next(rows)
@@ -421,6 +423,10 @@ def resumed_config(
         if name not in (*FREE, *MOVABLE) and stored[name] != value:
             raise RunError(f'--{name.replace("_", "-")} {value}: the run in {folder} has {stored[name]}, and '
                            '--resume goes on with it as it is; start a new run instead')
+    engine = stored['stockfish_path']
+    if ((path := asked.get('stockfish_path', engine)) is None) != (engine is None):
+        raise RunError(f'--stockfish-path {path}: the run in {folder} was started {"with" if engine else "without"} an '
+                       'engine, and --resume goes on with it so; start a new run instead')
     try:
         own = TrainConfig(**{field.name: stored[field.name] for field in fields(TrainConfig)})
     except ValueError as error:

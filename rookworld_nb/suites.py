@@ -79,10 +79,11 @@ def lichess_puzzle(
     if missing := [name for name in ('PuzzleId', 'FEN', 'Moves') if not row.get(name)]:
         raise SuiteError(f'a Lichess puzzle needs {", ".join(missing)}')
     board, moves, questions = chess.Board(row['FEN']), row['Moves'].split(), []
-    if not moves or len(moves) % 2 or moves[0] not in legal_moves(board.fen()):
-        raise SuiteError(f'{row["Moves"]!r}: the opponent moves first, legally, and the solver last')
+    if not moves or len(moves) % 2:
+        raise SuiteError(f'{row["Moves"]!r}: the opponent moves first, and the solver last')
     for number, uci in enumerate(moves):
-        move = board.parse_uci(uci)
+        if uci not in legal_moves(board.fen()): raise SuiteError(f'the move {uci} is not legal in {board.fen()}')
+        move = chess.Move.from_uci(uci)
         if number % 2:
             questions.append(Question(board.fen(), mating_moves(board) | {move.uci()}, {}))
         board.push(move)
@@ -101,9 +102,10 @@ def epd_grades(
         return {}
     points, moves = (str(operations[name]).split() for name in ('c8', 'c9'))
     grades = dict(zip(moves, map(float, points)))
-    if len(points) != len(moves) or not legal.issuperset(moves) or not max(grades.values(), default=0) > 0:
+    if not len(points) == len(moves) == len(grades) or not legal.issuperset(moves) \
+            or not all(map(math.isfinite, grades.values())) or not max(grades.values(), default=0) > 0:
         raise SuiteError(f'c8 {" ".join(points)!r} and c9 {" ".join(moves)!r} must be points, some above 0, '
-                         'and as many legal moves')
+                         'and as many different legal moves')
     return grades
 
 
@@ -162,7 +164,7 @@ def suite_lines(
     if text.lstrip().startswith('{'):
         try:
             return [(number, json.dumps(example)) for number, example in enumerate(json.loads(text)['examples'], 1)]
-        except (ValueError, KeyError):
+        except (ValueError, KeyError, TypeError):
             pass  # not one object with examples, so JSON lines
     return lines
 
@@ -434,6 +436,9 @@ class _SelfGame:
     plies: list[str] = field(default_factory=list)
     exact: int | None = None
     end: str = ''
+
+    def __post_init__(self) -> None:
+        if self.board.is_game_over(): self.end = 'over'
 
     def move(self, uci: str | None) -> None:
         if uci not in legal_moves(self.board.fen()):

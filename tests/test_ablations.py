@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import get_args
 
 import numpy as np
@@ -133,6 +133,16 @@ def test_a_study_that_is_interrupted_goes_on(tiny, tmp_path, monkeypatch):
     assert read_results(tmp_path/'study')['steps'].tolist() == [0]*N_ROWS + [8]*N_ROWS
     assert [json.loads(line)['step'] for line in metrics.read_text().splitlines()] == [*range(1, 9)]
     assert (metrics.parent/'train.log').read_text().count('Step    1 |') == 1
+
+
+def test_a_study_may_move(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(ablations, 'SHARED', tiny)
+    config = planned_runs(tmp_path/'study', ['kl'], 1)[DEFAULT, 1]
+    place = run_place(tmp_path/'study', DEFAULT, 1)
+    place.mkdir(parents=True)
+    (place/'config.json').write_text(json.dumps(asdict(replace(config, output_dir=str(place)))))
+    (tmp_path/'study').rename(tmp_path/'moved')
+    assert (DEFAULT, 1) in planned_runs(tmp_path/'moved', ['kl'], 1)
 
 
 def test_results_of_other_settings_are_refused(tiny, monkeypatch, tmp_path):

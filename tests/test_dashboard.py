@@ -230,6 +230,9 @@ def test_history_columns_are_the_rows(rows):
     history = History()
     with pytest.raises((TypeError, ValueError)): history.append({'step': 1, 'reward': .5, 'kl': 'high'})
     assert history.columns == {'step': []}    # a row that is refused leaves nothing
+    history.append({'step': 1, 'reward': None})    # as a log holds what was not measured
+    assert math.isnan(history.last('reward'))
+    history = History()
     for row in rows: history.append(row)
     assert {len(values) for values in history.columns.values()} == {len(rows)}
     for i, row in enumerate(rows):

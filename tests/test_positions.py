@@ -182,6 +182,9 @@ def test_what_no_policy_line_may_say():
     bad = good.line.replace(good.completion.split()[1], 'a1h8')
     samples, malformed = read_lines([good.line, bad, good.line + '<|endoftext|> and more'])
     assert [sample.line for sample in samples] == [good.line]*2 and malformed == [(2, 'the move a1h8 is not legal in the position')]
+    first, second = good.completion.split()[1:3]
+    twice, best = good.line.replace(f' {second}', f' {first}'), good.line.rpartition('B: ')[0] + 'B: a1h8'
+    assert [reason for _, reason in read_lines([twice, best])[1]] == ['a move is listed twice', 'the move a1h8 is not legal in the position']
 
 
 @pytest.mark.parametrize('pieces', [(2, 9), (9, 3), (3, 33)])

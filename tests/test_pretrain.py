@@ -1,6 +1,7 @@
 "How nano is made: tokenizer, generated data, weights of the loss, resumable training."
 import json
 import math
+import os
 import random
 from contextlib import nullcontext
 from dataclasses import replace
@@ -15,7 +16,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from rookworld_nb import pretrain as pretrain_module
-from rookworld_nb.positions import PUZZLES, Sample, generate_positions, random_play, read_lines, seen_positions, shipped, write_lines
+from rookworld_nb.positions import PUZZLES, Sample, generate_positions, locked, random_play, read_lines, seen_positions, shipped, write_lines
 from rookworld_nb.pretrain import (ENV_SHARES, HELD_SHARDS, PROMPT_TOKENS, PretrainConfig, PretrainError, Rows,
                                    batches, board_tokenizer, completion_loss, completion_mask, env_sample, find_kind,
                                    first_model, illegal_move, legal_list, make_env_data, make_policy_data,
@@ -164,6 +165,24 @@ def test_a_killed_run_goes_on_bit_equal(tmp_path):
     assert [row['step'] for row in rest] == [4, 5, 6] and [row['grad_norm'] for row in rest] == whole[3:]
     final = [torch.load(tmp_path/name/'checkpoint.pt', weights_only=True)['model'] for name in ('whole', 'killed')]
     assert all(torch.equal(a, b) for a, b in zip(final[0].values(), final[1].values()))
+
+
+def test_a_gradient_that_is_no_number_reaches_no_checkpoint(tmp_path):
+    with pytest.raises(PretrainError, match='the gradient is not finite.*less than --lr 1e.30'):
+        list(small_run(tmp_path, lr=1e30, warmup_steps=1, save_every=1))
+    saved = torch.load(tmp_path/'checkpoint.pt', weights_only=True)['model']
+    assert all(weight.isfinite().all() for weight in saved.values())
+
+
+def test_a_killed_maker_of_data_ends_the_command(tmp_path):
+    with pytest.raises(PretrainError, match='was killed.*the same command goes on'):
+        pretrain_module._make_shards([tmp_path/'a', tmp_path/'b'], os._exit, 1)
+
+
+def test_one_process_works_in_a_folder(tmp_path):
+    with locked(tmp_path/'.lock'), pytest.raises(PretrainError, match='another process'):
+        pretrain(PretrainConfig(output_dir=str(tmp_path)))
+    assert PretrainConfig(output_dir='~/here').output_dir == os.path.expanduser('~/here')
 
 
 def test_a_checkpoint_of_another_run_is_refused(tmp_path):

@@ -358,7 +358,8 @@ def test_a_run_without_held_out_positions_says_how_it_ended_and_how_long_it_took
 
 
 def test_a_batch_is_tried_that_is_smaller_than_what_a_step_learns_from(tmp_path):
-    run = Run(replace(TINY, batch_positions=8, minibatch_positions=8, buffer_capacity=1, output_dir=str(tmp_path/'run')))
+    run = Run(replace(TINY, batch_positions=8, minibatch_positions=8, buffer_capacity=1, output_dir=str(tmp_path/'run'), steps=20,
+                      kl_warmup_steps=10))    # more than the trial's two steps
     assert trial_run(run, 2, 2).trainer.step == 2 and run.config.minibatch_positions == 8 and run.trainer.step == 0
 
 
@@ -587,6 +588,26 @@ def test_another_run_is_not_a_continuation(whole, asked, message):
         Run(replace(resumed_config(output_dir=str(whole)), **asked))
 
 
+@pytest.mark.parametrize('before, after', [(None, 'stockfish'), ('stockfish', None)])
+def test_the_judge_of_a_run_stays(whole, tmp_path, before, after):
+    folder = shutil.copytree(whole, tmp_path/'run')
+    config = json.loads((folder/'config.json').read_text())
+    (folder/'config.json').write_text(json.dumps(config | {'stockfish_path': before}))
+    with pytest.raises(RunError, match=f'--stockfish-path {after}: .* with{"" if before else "out"} an engine'):
+        resumed_config(output_dir=str(folder), stockfish_path=after)
+
+
+def test_a_folder_at_home_is_one():
+    assert TrainConfig(output_dir='~/here').output_dir == os.path.expanduser('~/here')
+
+
+def test_files_of_others_among_the_completions_stay(whole, tmp_path):
+    folder = shutil.copytree(whole, tmp_path/'run')
+    (folder/'completions'/'step-10 copy.csv').write_text('mine')
+    next(Run(resumed_config(output_dir=str(folder), steps=9)).steps())
+    assert (folder/'completions'/'step-10 copy.csv').read_text() == 'mine'
+
+
 def test_other_data_are_noticed(whole, tmp_path):
     write_lines(shipped('train')[:20] + shipped('train')[-20:], tmp_path/'data.txt')
     list(Run(replace(TINY, steps=2, output_dir=str(tmp_path/'run'), data=str(tmp_path/'data.txt'))).steps())
@@ -613,6 +634,7 @@ def test_without_a_folder_the_newest_run_is_taken(tmp_path, monkeypatch):
         next(Run(replace(TINY, output_dir=f'runs/{name}')).steps())
     for path in Path('runs/one').glob('*.json*'): os.utime(path, (0, 0))
     os.utime('runs/one')    # a report that is written there does not make it newer
+    save_pretrained(*load_pretrained('nano'), 'runs/model')    # newer, and no run
     assert Run(resumed_config()).folder.name == 'two'
 
 

@@ -448,6 +448,22 @@ def test_the_player_sees_its_own_world_and_the_rules_judge():
     assert (game['legal'], game['exact'], game['end']) == (1, 0, 'over')
 
 
+def test_an_opening_that_is_over_is_nobodys_mistake():
+    mated = 'rnb1kbnr/pppp1ppp/8/4p3/6Pq/5P2/PPPPP2P/RNBQKBNR w KQkq - 1 3'
+    games = self_play(scripted('e2e4'), rules_world, [mated, START], 1)
+    assert games[['legal', 'end']].values.tolist() == [[0, 'over'], [1, 'limit']]
+
+
+@pytest.mark.parametrize('moves', ['e2e4 0000', 'e2e4 e7e6 0000 a7a6', 'e7e5 e2e4'])
+def test_a_lichess_line_holds_legal_moves(moves):
+    with pytest.raises(SuiteError, match='is not legal'): lichess_puzzle({'PuzzleId': 'x', 'FEN': START, 'Moves': moves})
+
+
+@pytest.mark.parametrize('points, moves', [('10 nan', 'e2e4 d2d4'), ('inf 5', 'e2e4 d2d4'), ('10 5', 'e2e4 e2e4'), ('10', 'e2e4 d2d4')])
+def test_grades_are_numbers_of_different_moves(points, moves):
+    with pytest.raises(SuiteError, match='some above 0'): epd_puzzle(f'{START.rsplit(" ", 2)[0]} c8 "{points}"; c9 "{moves}";')
+
+
 def test_games_do_not_touch_each_other():
     player = answering(lambda fen: sorted(legal_moves(fen))[sum(map(ord, fen)) % len(legal_moves(fen))] if sum(map(ord, fen)) % 11 else 'a1a1')
     fens = [position.fen for position in opening_positions()[:10]]
