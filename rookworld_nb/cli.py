@@ -170,7 +170,6 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(message.removeprefix('argument '))
 
 
-
 def placeholder(
     kind: Any,  # an annotation
 ) -> str:  # what the help shows after the flag
@@ -200,7 +199,7 @@ def parser_of(
             options['action'] = argparse.BooleanOptionalAction
         else:
             options['metavar'] = flag.word if flag.many else placeholder(flag.kind)
-            if options['metavar'].endswith(',...'): options['action'] = 'append'    # --data a,b or --data a --data b
+            if options['metavar'].endswith(',...'): options['action'] = 'append'    # --suite env,mate or each by itself
         parser.add_argument(flag.name if flag.many else flag.word, **options, **({'nargs': '*'} if flag.many else {}))
     parser.add_argument('--config', metavar='FILE', help='a TOML file with any of these settings; flags overrule it')
     return parser
