@@ -171,6 +171,12 @@ def test_the_limit_of_a_container_counts(monkeypatch, tmp_path):
     assert container_room() == 400
     limit(inner, 5000, 100)
     assert container_room() == 700
+    old = tmp_path/'sys/fs/cgroup/memory'    # version 1, as a container sees it: its own group is the root
+    old.mkdir()
+    (tmp_path/'proc/self/cgroup').write_text('9:cpu:/\n4:memory:/docker/abc\n0::/\n')
+    for most, room in ((2**63 - 4096, 700), (600, 550)):
+        for name, text in (('limit_in_bytes', most), ('usage_in_bytes', 100), ('stat', 'cache 70\ntotal_inactive_file 50')): (old/f'memory.{name}').write_text(f'{text}\n')
+        assert container_room() == room
 
 
 @linux
