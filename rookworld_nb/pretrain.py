@@ -958,7 +958,8 @@ def pretrain(
     if (folder/'config.json').exists():
         raise PretrainError(f'--output-dir {folder}: holds a run of `rookworld train`; give another folder')
     tokenizer = board_tokenizer()
-    first_model(config, tokenizer)    # what is wrong with it, or with going on, is said before any data is made
+    first_model(config, tokenizer)    # what is wrong with it, with --exclude or with going on is said before all work
+    read_excluded(config.exclude)
     done = _load_checkpoint(folder/'checkpoint.pt', config)['step'] if (folder/'checkpoint.pt').exists() else 0
     folder.mkdir(parents=True, exist_ok=True)
     with locked(folder/'.lock') as alone:
