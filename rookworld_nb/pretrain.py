@@ -23,7 +23,7 @@ import random
 import signal
 import time
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
 from itertools import product
@@ -187,12 +187,17 @@ def _make_shards(paths: list[Path], make, processes: int) -> list[Path]:
     if not missing: return paths
     silent = signal.signal, (signal.SIGINT, signal.SIG_DFL)    # Ctrl-C reaches every process, and one answers
     with ProcessPoolExecutor(processes, multiprocessing.get_context('spawn'), *silent) as pool:
+        jobs = [pool.submit(make, number) for number in missing]
         try:
-            for done, _ in enumerate(pool.map(make, missing), len(paths) - len(missing) + 1):
+            for done, job in enumerate(as_completed(jobs), len(paths) - len(missing) + 1):
+                job.result()
                 logger.info('%s: %d of %d', paths[0].parent.name, done, len(paths))
         except BrokenProcessPool:
             raise PretrainError('a process that makes data was killed, perhaps for its memory; the same command goes '
                                 'on from here, with fewer --processes if it happens again') from None
+        except BaseException:
+            pool.shutdown(cancel_futures=True)    # else the rest would be made first
+            raise
     return paths
 
 # %% ../nbs/11_pretrain.ipynb #f5c9d1e7
