@@ -37,9 +37,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .model import GPT, GPTConfig
-from .positions import (
-    Sample, apart_from, by_task, locked, random_endgame, read_lines, replacing, seen_positions, shipped_positions)
-from .positions import write_lines
+from .positions import (Sample, apart_from, by_task, locked, random_endgame, read_lines, replacing,
+                                    seen_positions, shipped_positions, write_lines)
 from .rules import InvalidFen, Stockfish, env_step, fen_key, legal_moves
 from .tasks import format_env, format_policy, parse_policy, policy_prompt, split_line
 from .weights import END_TOKEN, end_token_id, load_pretrained, save_pretrained

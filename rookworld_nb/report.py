@@ -442,7 +442,7 @@ def plot_lights(
     rows: Sequence[Mapping[str, float]],  # of a run, at least one
     names: Iterable[str],                 # the metrics to show, below the light of the whole row
 ) -> Picture:
-    "Every light of every step; of more than 300 a column shows the worst of as many steps as all the others."
+    "Every light of every step; of more than 300 steps a column shows the worst of several, of equally many each."
     judged = [{'': overall(row)} | {light.metric: light for light in lights(row)} for row in rows]
     names = ['', *dict.fromkeys(names)]
     grid = np.array([[COLOURS.index(row[name].colour) if name in row else -1 for row in judged] for name in names])

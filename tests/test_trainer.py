@@ -585,7 +585,9 @@ def test_a_kl_that_is_no_number_is_a_skipped_update(base):
     rows = trainer.run(made)
     assert next(rows)['skipped_updates'] == 0
     with torch.no_grad(): reference.wte.weight.fill_(math.nan)
+    mean = trainer.health.kl_mean
     assert [row['skipped_updates'] for row in rows] == [1, 2, 3] and '3 updates in a row were skipped' in trainer.stop_reason
+    assert trainer.health.kl_mean == mean and math.isfinite(mean)    # the running mean has not taken it in
 
 
 def test_a_skipped_update_moves_no_control(base):
