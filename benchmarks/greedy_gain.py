@@ -3,10 +3,11 @@
     rookworld train --seed 1 --output-dir runs/rare-1          # ... to --seed 5; and other settings, each under a name of its own
     python benchmarks/greedy_gain.py runs/rare-* --positions 5000 --exclude fens.txt --csv nbs/results/greedy_gain.csv
 
-P: positions come from the generator of nano's own prompts with another seed and are labelled by Stockfish (1,000 nodes a position); those that the package
-ships, or --exclude names, are left out, and the rest is kept in --cache. A: positions are the shipped held-out ones. Task `A rare`: how many of the mates, draws and illegal moves are
-recognised, of the shipped held-out and stress sets together, and how many other moves are taken for one of these. Both models answer each prompt once, greedily; the
-difference is paired by prompt. Figures of the same run, task and metric in the CSV are replaced, if that run had the same settings. `--positions 0` leaves P: out.
+P: positions come from the generator of nano's own prompts with another seed and are labelled by Stockfish (1,000 nodes a position); those that the package ships, or --exclude names,
+are left out, and the rest is kept in --cache. With --undrawn they are instead the training prompts whose position the run did not meet (a run that drew all has none). `--positions 0` leaves
+P: out. A: positions are the shipped held-out ones. Task `A rare`: how many of the mates, draws and illegal moves are recognised, of the shipped held-out and stress sets together, and how many
+other moves are taken for one of these. Both models answer each prompt once, greedily; the difference is paired by prompt. Figures of the same run, task and metric in the CSV are replaced, if
+that run had the same settings.
 """
 import argparse
 import json
@@ -15,12 +16,14 @@ from pathlib import Path
 
 import pandas as pd
 
+from rookworld_nb.checkpoint import newest_checkpoint
 from rookworld_nb.config import TrainConfig
 from rookworld_nb.evaluate import OUTCOMES, compare, evaluate, select_rows
-from rookworld_nb.positions import by_task, read_lines, shipped, shipped_positions
+from rookworld_nb.positions import PromptMix, apart_from, by_task, read_lines, seen_positions, shipped, shipped_positions
 from rookworld_nb.pretrain import make_policy_data, read_excluded
 from rookworld_nb.rewards import RewardScorer
 from rookworld_nb.rules import fen_key
+from rookworld_nb.run import training_samples
 from rookworld_nb.weights import load_pretrained
 
 SHARD, NODES, SEED = 2000, 1000, 99
@@ -36,6 +39,14 @@ def fresh_positions(count, cache, exclude):
     return [sample for key, sample in samples.items() if key not in taken][:count]
 
 
+def undrawn_positions(run, config):
+    "P: samples that a finished run could have drawn and did not; nor did one of its A: prompts or answers show their position."
+    samples, (_, state) = training_samples(config), newest_checkpoint(run)
+    mix = PromptMix(samples, config.batch_positions, config.mix_env_ratio, config.seed, config.rare_env_ratio)
+    drawn = [sample for number in range(state['prompts']['drawn']) for sample in mix.batch(number)]
+    return apart_from(by_task(samples)['P'], seen_positions(drawn))
+
+
 def rare_moves(before, after):
     "Rows of `compare`: recall of each outcome, and false alarms."
     table = compare(select_rows(before, 'A'), select_rows(after, 'A')).reset_index()
@@ -48,17 +59,18 @@ def main():
     options.add_argument('--positions', type=int, default=5000, help='P: positions')
     options.add_argument('--cache', type=Path, default=Path('work/heldout'), help='where the positions are kept')
     options.add_argument('--exclude', type=Path, help='file of FENs to leave out as well')
+    options.add_argument('--undrawn', action='store_true', help='take prompts that the run did not draw')
     options.add_argument('--csv', type=Path, help='table to add to')
     options = options.parse_args()
-    exclude = read_excluded(options.exclude)
-    samples = fresh_positions(options.positions, options.cache, exclude) + by_task(shipped('heldout'))['A']
-    stress = shipped('stress')
+    shared = [] if options.undrawn else fresh_positions(options.positions, options.cache, read_excluded(options.exclude))
+    held, stress = by_task(shipped('heldout'))['A'], shipped('stress')
     before, tables = {}, []
     for run in options.runs:
         config = TrainConfig(**json.loads((run/'config.json').read_text(encoding='utf-8')))
+        samples = (undrawn_positions(run, config)[:options.positions] if options.undrawn else shared) + held
         scorer = RewardScorer(config.rewards).for_evaluation()
-        start = config.model, config.rewards
         examine = lambda name: evaluate(*load_pretrained(name), samples + stress, scorer=scorer)
+        start = config.model, config.rewards, options.undrawn and run
         if start not in before: before[start] = examine(config.model)
         both = before[start], examine(run/'final_checkpoint')
         natural = [table[table['prompt'] < len(samples)] for table in both]

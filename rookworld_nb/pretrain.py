@@ -180,17 +180,24 @@ def whole_shard(
     return samples
 
 # %% ../nbs/11_pretrain.ipynb #ab80d5aa
+def _to_go(started: float, done: int, left: int) -> str:
+    "The time for what is left, at the pace of what was done since time.monotonic() was `started`."
+    return f'{(time.monotonic() - started)/done*left/60:.0f} minutes to go'
+
+
 def _make_shards(paths: list[Path], make, processes: int) -> list[Path]:
     "Call make(number) for every shard that is not there yet, in several processes."
     missing = [number for number, path in enumerate(paths) if not path.exists()]
     if not missing: return paths
     silent = signal.signal, (signal.SIGINT, signal.SIG_DFL)    # Ctrl-C reaches every process, and one answers
     with ProcessPoolExecutor(processes, multiprocessing.get_context('spawn'), *silent) as pool:
-        jobs = [pool.submit(make, number) for number in missing]
+        jobs, started = [pool.submit(make, number) for number in missing], time.monotonic()
         try:
-            for done, job in enumerate(as_completed(jobs), len(paths) - len(missing) + 1):
+            for done, job in enumerate(as_completed(jobs), 1):
                 job.result()
-                logger.info('%s: %d of %d', paths[0].parent.name, done, len(paths))
+                left = len(missing) - done
+                logger.info('%s: %d of %d, %s', paths[0].parent.name, len(paths) - left, len(paths),
+                            _to_go(started, done, left))
         except BrokenProcessPool:
             raise PretrainError('a process that makes data was killed, perhaps for its memory; the same command goes '
                                 'on from here, with fewer --processes if it happens again') from None
@@ -957,7 +964,7 @@ def make_prompts(
 def pretrain(
     config: PretrainConfig,  # what to do
 ) -> Path:  # output_dir, with nano/, train.txt.gz and heldout.txt.gz as the package ships them, and metrics.jsonl
-    "Make nano from nothing: data, training, prompts; started again it goes on where it stopped."
+    "Make a nano: data, training, prompts; started again it goes on where it stopped."
     folder = Path(config.output_dir)
     if (folder/'config.json').exists():
         raise PretrainError(f'--output-dir {folder}: holds a run of `rookworld train`; give another folder')
@@ -980,11 +987,12 @@ def _learn(config: PretrainConfig, tokenizer: Tokenizer, done: int) -> None:
     "Make the data, and train from step `done` on; every step leaves a row in metrics.jsonl."
     folder, (rows, validation) = Path(config.output_dir), prepare(config, tokenizer)
     _cut_log(folder/'metrics.jsonl', done)
+    started = time.monotonic()
     with open(folder/'metrics.jsonl', 'ab') as log:
         for row in train(config, rows, tokenizer, validation):
             log.write(json.dumps(row).encode() + b'\n')
             log.flush()
             if 'heldout/P/loss' in row:
-                logger.info('step %d of %d: held-out nats a token P %.3f, A %.3f; whole A answers right %.3f',
-                            row['step'], config.steps, row['heldout/P/loss'], row['heldout/A/loss'],
-                            row['heldout/A/all_right'])
+                logger.info('step %d of %d, %s: held-out nats a token P %.3f, A %.3f; whole A answers right %.3f',
+                            row['step'], config.steps, _to_go(started, row['step'] - done, config.steps - row['step']),
+                            row['heldout/P/loss'], row['heldout/A/loss'], row['heldout/A/all_right'])

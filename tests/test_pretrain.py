@@ -236,23 +236,29 @@ def test_a_seed_that_numpy_does_not_take_is_refused(seed):
     with pytest.raises(PretrainError, match=f'--seed {seed}'): PretrainConfig(seed=seed)
 
 
-def test_the_log_of_a_killed_run_holds_each_step_once(tmp_path, monkeypatch):
+def test_the_log_of_a_killed_run_holds_each_step_once_and_says_how_long_the_rest_takes(tmp_path, monkeypatch, caplog):
+    caplog.set_level('INFO')
+    clock = [0.]
+    monkeypatch.setattr(pretrain_module, 'time', SimpleNamespace(monotonic=lambda: clock[0], perf_counter=lambda: clock[0]))
     rows = {'P': rows_of('P'), 'A': rows_of('A')} | {'L': pack('L', [legal_list(fen) for fen in FENS[:12]], TOKENIZER)}
     monkeypatch.setattr(pretrain_module, 'prepare', lambda *_: (rows, {kind: part.first(4) for kind, part in rows.items()}))
     monkeypatch.setattr(pretrain_module, 'whole_shard', lambda path: [])
     monkeypatch.setattr(pretrain_module, 'make_prompts', lambda *_: ([], []))
-    config = PretrainConfig(output_dir=str(tmp_path), steps=6, n_layer=1, n_head=2, n_embd=16, batch_tokens=400, save_every=3, threads=1)
-    step = pretrain_module._train_step
+    config = PretrainConfig(output_dir=str(tmp_path), steps=9, n_layer=1, n_head=2, n_embd=16, batch_tokens=400, save_every=3, threads=1)
+    step, dies_at = pretrain_module._train_step, [5]
 
     def dying(learner, streams):
-        if learner.step == 5: raise KeyboardInterrupt
+        if learner.step in dies_at: raise KeyboardInterrupt
+        clock[0] += 120.
         return step(learner, streams)
     monkeypatch.setattr(pretrain_module, '_train_step', dying)
     with pytest.raises(KeyboardInterrupt): pretrain(config)
-    monkeypatch.setattr(pretrain_module, '_train_step', step)
+    dies_at.clear()
     with open(tmp_path/'metrics.jsonl', 'a') as log: log.write('{"step": 6, "cut o')
     pretrain(config)
-    assert [json.loads(line)['step'] for line in (tmp_path/'metrics.jsonl').read_text().splitlines()] == [1, 2, 3, 4, 5, 6]
+    assert [json.loads(line)['step'] for line in (tmp_path/'metrics.jsonl').read_text().splitlines()] == [*range(1, 10)]
+    said = [record.getMessage().partition(':')[0] for record in caplog.records]
+    assert said == ['step 3 of 9, 12 minutes to go', 'step 6 of 9, 6 minutes to go', 'step 9 of 9, 0 minutes to go']
 
 
 def test_prompts_show_no_position_of_the_evaluation(tmp_path, monkeypatch):
