@@ -6,7 +6,7 @@
 P: positions come from the generator of nano's own prompts with another seed and are labelled by Stockfish (1,000 nodes a position); those that the package ships, or --exclude names,
 are left out, and the rest is kept in --cache. With --undrawn they are instead the training prompts whose position the run did not meet (a run that drew all has none). `--positions 0` leaves
 P: out. A: positions are the shipped held-out ones. Task `A rare`: how many of the mates, draws and illegal moves are recognised, of the shipped held-out and stress sets together, and how many
-other moves are taken for one of these. Both models answer each prompt once, greedily; the difference is paired by prompt. Figures of the same run, task and metric in the CSV are replaced, if
+other moves are taken for one of these. Task `P held-out`: the greedy policy rows of the run's own closing table. Both models answer each prompt once, greedily; the difference is paired by prompt. Figures of the same run, task and metric in the CSV are replaced, if
 that run had the same settings.
 """
 import argparse
@@ -53,6 +53,12 @@ def rare_moves(before, after):
     return table[table['metric'].isin(RARE)].assign(task='A rare')
 
 
+def closing_rows(run):
+    "Greedy rows of the policy from the table that the run ended with."
+    table = pd.DataFrame(json.loads((run/'summary.json').read_text(encoding='utf-8'))['comparison'])
+    return table[(table['task'] == 'P') & (table['temperature'] == 0)].assign(task='P held-out')
+
+
 def main():
     options = argparse.ArgumentParser(description=__doc__.partition('\n')[0])
     options.add_argument('runs', nargs='+', type=Path, help='finished run folders')
@@ -74,7 +80,7 @@ def main():
         if start not in before: before[start] = examine(config.model)
         both = before[start], examine(run/'final_checkpoint')
         natural = [table[table['prompt'] < len(samples)] for table in both]
-        table = pd.concat([compare(*natural).reset_index(), rare_moves(*both)]).drop(columns='temperature')
+        table = pd.concat([compare(*natural).reset_index(), rare_moves(*both), closing_rows(run)]).drop(columns=['temperature', 'chance'])
         settings = {'run': run.name, 'rare_env_ratio': config.rare_env_ratio, **{name: getattr(config, name) for name in ('credit', 'steps', 'lr', 'seed')}}
         tables.append(table.assign(**settings)[[*settings, *table.columns]])
         print(run.name, ', '.join(f'{row.task}: {row.metric} {row.difference:+.4f} (z {row.z:+.1f})' for row in table.itertuples()
