@@ -2,7 +2,7 @@
 
     python benchmarks/learning_curve.py runs/nano2long-* --png nbs/images/learning_curve.png
 
-Pale: each run; dark: their mean. Both are means over an eighth of the updates, at least 25. Runs must have the same number of updates.
+Pale: each run; dark: their mean. Both are means over 50 updates. Runs must have the same number of updates.
 """
 import argparse
 from pathlib import Path
@@ -11,6 +11,7 @@ import pandas as pd
 
 from rookworld_nb.monitor import BLUE, Picture, read_metrics
 
+WINDOW = 50
 TITLES = {'P': 'P: policy, sampled reward', 'A': 'A: environment, sampled reward'}
 
 
@@ -22,7 +23,7 @@ def main():
     picture = Picture(8.4, 2.6)
     for task, panel in zip(TITLES, picture.grid(1, 2)):
         curves = pd.DataFrame({run.name: read_metrics(run).set_index('step')[f'task_{task}/reward'] for run in options.runs})
-        smooth = curves.rolling(max(25, len(curves)//8), center=True).mean()
+        smooth = curves.rolling(WINDOW, center=True).mean()
         panel.plot(smooth, color=BLUE, alpha=.35, lw=1.2)
         panel.plot(smooth.mean(axis=1, skipna=False), color=BLUE, lw=2.6)
         panel.set_title(TITLES[task], loc='left')

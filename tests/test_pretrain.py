@@ -331,7 +331,8 @@ def test_no_rows_are_no_batches():
     with pytest.raises(PretrainError, match='no A: row is left'): next(batches(Rows('A', np.zeros(0, np.int16), np.zeros(1, np.int64)), 100, 0))
 
 
-def test_env_shards_are_reproducible_and_kept(tmp_path):
+def test_env_shards_are_reproducible_and_kept(tmp_path, caplog):
+    caplog.set_level('INFO')
     policy = [sample for sample in shipped('train') if sample.task == 'P'][:50]
     for folder in (tmp_path/'a', tmp_path/'b'):
         folder.mkdir()
@@ -339,6 +340,7 @@ def test_env_shards_are_reproducible_and_kept(tmp_path):
         make_env_data(folder, 1, size=30, seed=3, processes=1)
     made = (tmp_path/'a'/'env-0000.txt').read_bytes()
     assert made == (tmp_path/'b'/'env-0000.txt').read_bytes() and len(read_lines(tmp_path/'a'/'env-0000.txt')[0]) > 25
+    assert [text for text in caplog.messages if 'to go' in text] == [f'{name}: 1 of 1, 0 minutes to go' for name in 'ab']
     (tmp_path/'a'/'env-0000.txt').write_text('kept')
     make_env_data(tmp_path/'a', 1, size=30, seed=3, processes=1)
     assert (tmp_path/'a'/'env-0000.txt').read_text() == 'kept'
