@@ -28,7 +28,7 @@ from .config import FREE, TrainConfig
 from .kl import EXACT_KL
 from .monitor import read_metrics, write_atomic
 from .rewards import RewardScorer
-from .run import Run, examine
+from .run import Run, alone_in, examine
 from .weights import load_pretrained
 
 # %% ../nbs/23_ablations.ipynb #391aef91
@@ -219,10 +219,12 @@ def run_study(
     "Train every cell with every seed: all cells with the first seed, then all with the second."
     for name, count in (('seeds', seeds), ('workers', workers)):
         if count < 1: raise AblationError(f'{name}={count}: must be at least 1')
-    todo, threads = planned_runs(folder, studies, seeds), max(1, torch.get_num_threads()//workers)
-    yield read_results(folder)
-    stop = (context := get_context('spawn')).Event()
-    with ProcessPoolExecutor(workers, context, hear, (stop,), max_tasks_per_child=1) as pool, ExitStack() as leaving:
+    with ExitStack() as leaving:
+        leaving.enter_context(alone_in(folder))
+        todo, threads = planned_runs(folder, studies, seeds), max(1, torch.get_num_threads()//workers)
+        yield read_results(folder)
+        stop = (context := get_context('spawn')).Event()
+        pool = leaving.enter_context(ProcessPoolExecutor(workers, context, hear, (stop,), max_tasks_per_child=1))
         leaving.callback(stop.set)
         left, jobs = [*todo.items()][::-1], {}
         while left or jobs:

@@ -792,11 +792,13 @@ def ablate(
 ) -> None:
     "Train nano with one setting changed at a time, and say what the change did."
     from rookworld_nb.ablations import UNTRAINED, cells_of, effects, run_study
-    cells = cells_of(studies)
+    from rookworld_nb.positions import Progress
+    cells, progress = cells_of(studies), None
     for results in run_study(output_dir, studies, seeds, workers):
         results = results[results['cell'].isin([UNTRAINED, *cells]) & (results['seed'] <= seeds)]
         done = results.loc[results['cell'] != UNTRAINED, ['cell', 'seed']].drop_duplicates()
-        logger.info('%d of %d runs', len(done), len(cells)*seeds)
+        progress = progress or Progress(len(cells)*seeds, len(done))
+        logger.info('runs: %s', progress(len(done)))
     table = effects(results)
     emit(table.to_string(float_format='{:.4f}'.format, na_rep=''))
 
@@ -811,10 +813,12 @@ def search(
     prune: bool = True,                   # stop trials whose reward falls
 ) -> None:
     "Search for settings with many runs."
+    from rookworld_nb.positions import Progress
     from rookworld_nb.scale import Search, run_search, search_report
-    study = Search(config | {'output_dir': str(output_dir)}, space, trials, storage, prune)
+    study, progress = Search(config | {'output_dir': str(output_dir)}, space, trials, storage, prune), None
     for table in run_search(study, workers):
-        logger.info('%d of %d trials, %d successes', len(table), study.size, (table['outcome'] == 'success').sum())
+        progress = progress or Progress(study.size, len(table))
+        logger.info('trials: %s; %d successes', progress(len(table)), (table['outcome'] == 'success').sum())
     emit(search_report(table, study))
 
 # %% ../nbs/25_cli.ipynb #b47c551e

@@ -105,8 +105,8 @@ class UpdateOptions:
     kl_control: str = 'fixed'         # of kl_coef: fixed | adaptive
     kl_target: float = 0.05           # KL that the adaptive control aims at, nats per token
     kl_warmup_steps: int = 0          # first steps, in which kl_coef is multiplied by kl_warmup_factor
-    kl_warmup_factor: float = 0.0     # see kl_warmup_steps
-    kl_divergence_threshold: float | None = 0.5  # the policy has diverged where the mean KL is above, nats per token
+    kl_warmup_factor: float = 0.0     # what kl_coef is multiplied by in the first kl_warmup_steps steps
+    kl_divergence_threshold: float | None = 0.5  # mean KL, nats per token, above which a run has failed; none: no limit
     kl_tail_threshold: float | None = None  # the same for the 95th percentile of the KL
     kl_spike_factor: float | None = None  # the same for a KL so many times its running mean, or kl_target if larger
     max_recoveries: int = 3           # returns of a diverged run to its last good state, each at half the rate

@@ -8,7 +8,7 @@ __all__ = ['logger', 'SHIPPED', 'PUZZLES', 'OPENINGS', 'CENTRE', 'HOME_RANK', 'P
            'apart_from', 'shipped_positions', 'split_by_position', 'Position', 'opening_positions',
            'development_weight', 'random_play', 'random_endgame', 'generate_positions', 'LabelError', 'policy_line',
            'fen_in', 'count_moves', 'shard_of', 'Labelling', 'labelled_in', 'locked', 'replacing', 'write_plan',
-           'plan_of', 'cut_inputs', 'label_shard', 'label_worker', 'told', 'merge_shards', 'clear_shards',
+           'plan_of', 'cut_inputs', 'label_shard', 'label_worker', 'told', 'merge_shards', 'clear_shards', 'Progress',
            'label_files', 'by_task', 'spread', 'prompt_pools', 'Rounds', 'Blend', 'is_rare', 'env_stream', 'PromptMix']
 
 # %% ../nbs/04_positions.ipynb #8bbc9c47
@@ -29,6 +29,7 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from importlib.resources import files
 from multiprocessing import get_context, parent_process
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -621,7 +622,35 @@ def clear_shards(
     shutil.rmtree(gone)
     return totals
 
+
+class Progress:
+    "Says how much of a long work is done, and how long the rest takes at the pace since this object was made."
+
+    def __init__(
+        self,
+        total: int,     # pieces of work in all
+        done: int = 0,  # those that were done before
+    ) -> None:
+        self.total, self.before, self.started = total, done, time.monotonic()
+
+    def __call__(
+        self,
+        done: int,  # pieces by now
+    ) -> str:       # '3 of 12, 5 minutes to go'; without the time where nothing is new
+        spent, new = time.monotonic() - self.started, done - self.before
+        rest = f', {spent/new*(self.total - done)/60:.0f} minutes to go' if new else ''
+        return f'{done} of {self.total}{rest}'
+
 # %% ../nbs/04_positions.ipynb #b774a02b
+def _watch(job: Labelling, workers: list) -> None:
+    "Wait for the workers, and say now and then how far they are."
+    done = lambda: sum(1 for _ in job.folder.glob('done-*'))
+    progress, said = Progress(job.shards, done()), done()
+    while alive := [worker.sentinel for worker in workers if worker.is_alive()]:
+        wait(alive, timeout=10.)
+        if (now := done()) > said: logger.info('shards: %s', progress(said := now))
+
+
 def label_files(
     job: Labelling,          # new, or begun and killed
     sources: Sequence[str],  # files of FENs, or folders of them
@@ -647,7 +676,7 @@ def label_files(
         spawn = get_context('spawn')
         workers = [spawn.Process(target=label_worker, args=(job, n, processes)) for n in range(processes)]
         for worker in workers: worker.start()
-        for worker in workers: worker.join()
+        _watch(job, workers)
         if undone := [n for n in range(job.shards) if not job.place('done', n).exists()]:
             raise LabelError(f'{len(undone)} of {job.shards} shards are not done; the same command goes on from here')
         return merge_shards(job)

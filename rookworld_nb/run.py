@@ -104,7 +104,7 @@ def heldout_samples(
 def run_folder(
     config: TrainConfig,  # output_dir, resume
 ) -> Path:  # not there yet, or without a run in it; with `resume` the run's
-    "Where the run will be written; a folder that holds a run already is gone on with or refused."
+    "Where the run will be written; a folder that holds a run already is resumed or refused."
     given, root = config.output_dir, Path('runs')
     if config.resume:
         begun = [path for path in root.glob('*') if any((path/name).exists() for name in ('metrics.jsonl', '.lock'))]
@@ -364,12 +364,12 @@ def run_state(
 
 # %% ../nbs/21_run.ipynb #b3e67c71
 def save_run(
-    run: 'Run',  # a step that was broken off cannot be gone on from: of it only the weights are written
+    run: 'Run',  # a step that was broken off cannot be resumed: of it only the weights are written
     name: str,   # of a folder inside the run folder
 ) -> None:
     "Write a checkpoint that this package and transformers load; old ones beyond `keep_checkpoints` go."
     if not run.ranks.first or not run.settled and (run.folder/name/'trainer.pt').exists():
-        return    # what can be gone on from is not replaced by what cannot
+        return    # what can be resumed is not replaced by what cannot
     state = run_state(run) if run.settled else None
     write_checkpoint(run.folder/name, run.model, run.tokenizer, state, run.profiles)
     if run.settled: run.saved = run.trainer.step
@@ -524,7 +524,7 @@ def alone_in(
 
 
 def check_settled(
-    run: 'Run',  # about to be gone on with
+    run: 'Run',  # about to be resumed
 ) -> None:
     "Refuse to go on from the middle of a step."
     if not run.settled:
@@ -571,8 +571,8 @@ class Run(Setup):
         self.started, self.console = time.perf_counter(), ''    # the latest step's line for the console
         self.events: list[dict[str, Any]] = []    # what was done by hand, in order
         self.profiles = None    # of memory, where the size of the batch was searched for
-        self.saved = 0          # the step of the newest checkpoint that can be gone on from
-        self.settled = True     # between two steps, where a checkpoint can be gone on from
+        self.saved = 0          # the step of the newest checkpoint that can be resumed
+        self.settled = True     # between two steps, where a checkpoint can be resumed
         with ExitStack() as undo:
             undo.callback(self.close)
             self.origin = origin_of(self)
@@ -607,7 +607,7 @@ def next_row(
     writer: RunWriter | NoWriter,        # of the run folder
     others: Sequence,                    # others that take each row
 ) -> dict[str, float] | None:            # None where the run has ended
-    "One step, written down; Ctrl-C waits for it, and one that is broken off all the same cannot be gone on from."
+    "One step, written down; Ctrl-C waits for it, and one that is broken off all the same cannot be resumed."
     with interrupted_afterwards():
         before, run.settled = run.buffer.newest, False
         if (metrics := next(source, None)) is None:

@@ -64,7 +64,7 @@ class TrainerConfig:
     gamma: float = 0.99                # the critic: discount per token
     gae_lambda: float = 0.95           # the critic: share of the future that is taken from the rewards
     value_loss_coef: float = 0.1       # the critic: weight of its loss
-    kl_divergence_threshold: float | None = 0.5  # mean per-token KL, nats, above which a run has failed; None: any
+    kl_divergence_threshold: float | None = 0.5  # mean per-token KL, nats, above which a run has failed; None: no limit
     kl_tail_threshold: float | None = None  # the same for the 95th percentile over the tokens
     kl_spike_factor: float | None = None  # the same for a KL so many times its running mean or kl_target
     max_skipped: int = 3               # updates in a row with NaN or infinity that count as a failure

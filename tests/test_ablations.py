@@ -23,7 +23,7 @@ from rookworld_nb.grpo import BASELINES, REWARD_SCALES
 from rookworld_nb.kl import KL_ESTIMATORS
 from rookworld_nb.monitor import read_completions
 from rookworld_nb.rewards import RewardScorer, Shaping
-from rookworld_nb.run import Run, resumed_config
+from rookworld_nb.run import Run, RunError, resumed_config
 from rookworld_nb.weights import ModelNameError
 
 TINY = {'steps': 2, 'batch_positions': 2, 'group_size': 2, 'max_new_tokens': 16, 'eval_policy': 2, 'eval_env': 2, 'eval_samples': 1, 'save_every': 1}
@@ -242,3 +242,13 @@ def test_the_error_of_pairs_is_the_one_that_is_seen_in_repetitions():
 def test_one_seed_has_no_error_and_no_default_no_effect():
     assert effects(results_of({DEFAULT: {1: .1}, 'a': {1: .2}}))['standard_error'].isna().all()
     with pytest.raises(AblationError, match='no cell .default.*untrained, a'): effects(results_of({'a': {1: .2}}))
+
+
+def test_one_study_at_a_time_in_a_folder(tiny, monkeypatch, tmp_path):
+    monkeypatch.setattr(ablations, 'STUDIES', {})
+    keep(tmp_path, run_here(tmp_path, DEFAULT))
+    first = run_study(tmp_path, seeds=1)
+    next(first)
+    with pytest.raises(RunError, match='a run is going on there'): next(run_study(tmp_path, seeds=1))
+    first.close()
+    assert len(list(run_study(tmp_path, seeds=1))) == 1

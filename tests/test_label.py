@@ -169,6 +169,7 @@ def test_killed_three_times_at_any_moment(whom, tmp_path):
     if not output.exists():
         done = subprocess.run([*map(str, words)], env=os.environ | {'PYTHONPATH': str(ROOT)}, text=True, capture_output=True, timeout=300)
         assert done.returncode == 0 and json.loads(done.stdout) == {'lines': 2000, 'single': 0, 'malformed': 0, 'failed': 0}, done.stderr
+        assert 'shards: 8 of 8, 0 minutes to go' in done.stderr
     counts = Counter(map(fen_of, output.read_text().splitlines()))
     assert set(counts) == set(fens) and set(counts.values()) == {1}
     samples, malformed = read_lines(output)

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from rookworld_nb import pretrain as pretrain_module
 from rookworld_nb.positions import PUZZLES, Sample, generate_positions, locked, random_play, read_lines, seen_positions, shipped, write_lines
-from rookworld_nb.pretrain import (ENV_SHARES, HELD_SHARDS, PROMPT_TOKENS, PretrainConfig, PretrainError, Rows,
+from rookworld_nb.pretrain import (ENV_SHARES, HELD_SHARDS, ILLEGAL_SHARES, PROMPT_TOKENS, PretrainConfig, PretrainError, Rows,
                                    batches, board_tokenizer, completion_loss, completion_mask, env_sample, find_kind,
                                    first_model, illegal_move, legal_list, make_env_data, make_policy_data,
                                    make_prompts, make_stress, move_kind, pack, policy_sample, prepare, pretrain,
@@ -29,6 +29,8 @@ from rookworld_nb.tasks import parse_env, parse_policy
 
 TOKENIZER = board_tokenizer()
 FENS = [position.fen for position in generate_positions(60, seed=5)]
+#: Middle games in which a move of one's own can leave the king in check.
+EXPOSED = [board for board in map(chess.Board, FENS[12:48]) if len([*board.pseudo_legal_moves]) > board.legal_moves.count()]
 
 
 def rows_of(kind, n=40):
@@ -49,10 +51,39 @@ def test_any_ascii_text_round_trips(text):
     assert TOKENIZER.decode(TOKENIZER.encode(text).ids, skip_special_tokens=False) == text
 
 
-@pytest.mark.parametrize('fen', FENS[::6])
-def test_illegal_moves_are_illegal(fen):
+def why_illegal(board, move):
+    "The ways in which a move is illegal, told apart without the generator's own means."
+    piece, way = board.piece_at(move.from_square), set()
+    if piece is None: return {'nobody'}
+    if piece.color != board.turn: return {'opponent'}
+    alone = chess.Board(None)
+    alone.set_piece_at(move.from_square, piece)
+    alone.turn = piece.color
+    between = chess.SquareSet.between(move.from_square, move.to_square) & board.occupied
+    target = board.piece_at(move.to_square)
+    if move in board.pseudo_legal_moves: way.add('check')
+    elif move.to_square not in alone.attacks(move.from_square): way.add('reach')
+    elif between: way.add('blocked')
+    elif target is None or target.color == board.turn: way.add('target')
+    return way
+
+
+@pytest.mark.parametrize('kind', ILLEGAL_SHARES)
+def test_a_move_is_illegal_in_the_way_that_was_asked_for(kind, monkeypatch):
+    "A draw of any square may hit any way, and a target may be out of bounds for the king."
+    monkeypatch.setattr('rookworld_nb.pretrain.ILLEGAL_SHARES', {kind: 1.})
+    rng, may_be = random.Random(0), {'reach': set(ILLEGAL_SHARES), 'target': {'target', 'check'}}
+    found = [why_illegal(board, chess.Move.from_uci(illegal_move(board, rng))) for board in EXPOSED for _ in range(10)]
+    assert all(way and way <= may_be.get(kind, {kind}) for way in found)
+    assert sum(kind in way for way in found) > len(found)/2
+
+
+def test_every_way_to_be_illegal_is_drawn():
     rng = random.Random(0)
-    assert not {illegal_move(chess.Board(fen), rng) for _ in range(40)} & legal_moves(fen)
+    moves = [(board, chess.Move.from_uci(illegal_move(board, rng))) for board in EXPOSED for _ in range(20)]
+    assert not any(board.is_legal(move) for board, move in moves)
+    shares = {kind: sum(kind in why_illegal(*pair) for pair in moves)/len(moves) for kind in ILLEGAL_SHARES}
+    assert min(shares.values()) > .03, shares
 
 
 @pytest.mark.parametrize('kind', sorted(ENV_SHARES))
@@ -69,7 +100,7 @@ def test_find_kind_finds_that_kind(kind):
 
 
 def test_what_the_positions_do_not_hold_is_given_up_and_said(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr('rookworld_nb.pretrain.MOST_LOOKS', 40)
+    monkeypatch.setattr('rookworld_nb.pretrain.MOST_LOOKS', 200)
     endgames = [sample for sample in shipped('train') if sample.task == 'P' and sample.fen.split()[2] == '-'][:16]
     assert find_kind('castling', [sample.fen for sample in endgames], random.Random(0)) is None
     files = [tmp_path/f'{number}.txt' for number in range(16)]
@@ -239,7 +270,7 @@ def test_a_seed_that_numpy_does_not_take_is_refused(seed):
 def test_the_log_of_a_killed_run_holds_each_step_once_and_says_how_long_the_rest_takes(tmp_path, monkeypatch, caplog):
     caplog.set_level('INFO')
     clock = [0.]
-    monkeypatch.setattr(pretrain_module, 'time', SimpleNamespace(monotonic=lambda: clock[0], perf_counter=lambda: clock[0]))
+    monkeypatch.setattr('rookworld_nb.positions.time', SimpleNamespace(monotonic=lambda: clock[0]))
     rows = {'P': rows_of('P'), 'A': rows_of('A')} | {'L': pack('L', [legal_list(fen) for fen in FENS[:12]], TOKENIZER)}
     monkeypatch.setattr(pretrain_module, 'prepare', lambda *_: (rows, {kind: part.first(4) for kind, part in rows.items()}))
     monkeypatch.setattr(pretrain_module, 'whole_shard', lambda path: [])
