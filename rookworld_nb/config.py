@@ -216,6 +216,12 @@ def check_flags(
               if not values[flag] and values[name] != getattr(TrainConfig, name)}
     if config.kl_target != TrainConfig.kl_target and config.kl_control == 'fixed' and config.kl_spike_factor is None:
         wrong['kl_target'] = 'of no use without --kl-control adaptive or --kl-spike-factor'
+    if config.fresh_share != TrainConfig.fresh_share and config.buffer_capacity == 1:
+        wrong['fresh_share'] = 'of no use without --buffer-capacity of at least 2: only a buffer with room mixes'
+    if not config.kl_unbiased and config.kl_estimator in EXACT_KL:
+        wrong['kl_unbiased'] = f'of no use with --kl-estimator {config.kl_estimator}, which is not sampled'
+    if config.penalty != TrainConfig.penalty and config.reward_shaping == 'binary':
+        wrong['penalty'] = 'of no use with --reward-shaping binary, which pays 0 or 1'
     if config.kl_warmup_factor == 0 and config.kl_warmup_steps >= config.steps:
         wrong['kl_warmup_steps'] = f'the KL would weigh nothing in all of --steps {config.steps}'
     if config.eval_every and not config.eval_policy + config.eval_env:

@@ -20,6 +20,7 @@ import os
 import random
 import re
 import signal
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -125,7 +126,11 @@ def product_rate(
     dtype = torch.bfloat16 if bf16 else torch.float32
     x, weight = (torch.randn(size, size, device=device, generator=noise).to(dtype) for _ in range(2))
     names = {'product': F.linear, 'x': x, 'weight': weight}
-    timer = Timer('product(x, weight)', globals=names, num_threads=torch.get_num_threads())
+
+    def clock() -> float:    # of this device alone: the usual one asks whichever GPU is current, and wakes it
+        if device.type == 'cuda': torch.cuda.synchronize(device)
+        return time.perf_counter()
+    timer = Timer('product(x, weight)', timer=clock, globals=names, num_threads=torch.get_num_threads())
     return 2*size**3/min(timer.blocked_autorange(min_run_time=.05).times)
 
 # %% ../nbs/10_hardware.ipynb #9a1efbf5
@@ -412,8 +417,9 @@ class BatchSearch:
         "The largest that stays within the target; HardwareError where none does."
         fitting = [profile for profile in self.profiles if profile.utilization <= self.target]
         if not fitting:
-            raise HardwareError(f'no batch fits: {self.reason}; --gradient-checkpointing, --micro-batch-size, '
-                                f'--max-new-tokens and --target (now {self.target:g}) decide what a batch takes')
+            raise HardwareError(f'no batch fits: {self.reason}; --gradient-checkpointing, --micro-batch-size and '
+                                f'--max-new-tokens decide what a batch takes, of a memory of which {self.target:g} may '
+                                'be used')
         return fitting[-1]
 
     @property

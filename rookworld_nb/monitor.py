@@ -67,7 +67,7 @@ class Metric:
 
 # %% ../nbs/14_monitor.ipynb #f17bbfb2
 REWARD_METRICS = (
-    Metric('reward', 'mean of r over the judged completions', 'reward', 'buffer', (0, 1), (-.3, 1),
+    Metric('reward', 'mean of r over the judged completions', 'reward', 'buffer', (0, 1), (-1, 1),
            'most completions cannot be parsed', 'above the top of the reward scale: the scorer is wrong'),
     Metric('reward_std', 'mean over groups of std(r), ddof 1', 'reward', 'buffer', (.01, math.inf), (0, math.inf),
            'the completions of a group earn the same: there is nothing to learn from'),
@@ -490,11 +490,13 @@ def health_report(
     metrics: Mapping[str, float],  # one row of the log
 ) -> str:                          # one line: the numbers, then the light and its reason
     """The health of one step: its main numbers, and the light of the whole row."""
-    step, reward, std, clip, entropy, ratio = values_of(
-        metrics, 'step', 'reward', 'reward_std', 'clip_ratio/region_mean', 'entropy', 'ratio_max')
-    kl, kl_95 = (f'{metrics[name]:.4f}' if name in metrics else 'n/a' for name in ('kl', 'kl_95pct'))
+    step, reward, std = values_of(metrics, 'step', 'reward', 'reward_std')
+    kl, kl_95, clip, entropy, ratio = (
+        format(metrics[name], kind) if name in metrics else 'n/a'    # without a reference, or without a token
+        for name, kind in (('kl', '.4f'), ('kl_95pct', '.4f'), ('clip_ratio/region_mean', '.1%'), ('entropy', '.3f'),
+                           ('ratio_max', '.2f')))
     return (f'Health Report Step {step:.0f}: KL={kl} (95p={kl_95}), Reward={reward:.3f}±{std:.3f}, '
-            f'Clip={clip:.1%}, Entropy={entropy:.3f}, MaxRatio={ratio:.2f} | {overall(metrics)}')
+            f'Clip={clip}, Entropy={entropy}, MaxRatio={ratio} | {overall(metrics)}')
 
 # %% ../nbs/14_monitor.ipynb #f5c3c3df
 logger = logging.getLogger(__name__)

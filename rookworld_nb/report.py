@@ -528,9 +528,9 @@ def identity_tolerance(
 
 def first_update(
     run: RunData,  # any
-) -> list[tuple[str, float, float, float, bool]] | None:  # metric, value, target, room, passed; None without step 1
-    "The start-up check in the log, with the tolerance of the run."
-    row = next((row for row in run.rows if row['step'] == 1), None)
+) -> list[tuple[str, float, float, float, bool]] | None:  # metric, value, target, room, passed; None without one
+    "The start-up check in the log, at the first step that was not skipped, with the tolerance of the run."
+    row = next((row for row in run.rows if row['step'] == row.get('skipped_updates', 0) + 1), None)
     if row is None:
         return None
     room = identity_tolerance(run.config)

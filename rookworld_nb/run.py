@@ -514,7 +514,7 @@ def alone_in(
     make_folder(folder)
     with ExitStack() as stack:
         try: mine = stack.enter_context(locked(folder/'.lock'))
-        except (ImportError, OSError) as error:    # Windows, and some file systems of a network
+        except OSError as error:    # some file systems of a network
             logger.warning('%s: cannot be locked (%s); see to it that no other run goes on there', folder, error)
             mine = True
         if not mine:
@@ -700,7 +700,7 @@ def closing_table(
 
 
 def first_update_line(
-    metrics: dict[str, float],  # of the first step
+    metrics: dict[str, float],  # of the first step that was not skipped
 ) -> str:  # one line
     "What the start-up check measured; the trainer stops the run where it fails."
     return (f"First-update check passed: largest ratio {metrics['ratio_max']:.6f}, "
@@ -725,9 +725,11 @@ def train(
         bar = stack.enter_context(tqdm(total=run.config.steps, initial=run.trainer.step, unit='step',
                                        dynamic_ncols=True, disable=not ranks.first))
         try:
+            unchecked = run.trainer.step == run.trainer.health.skipped    # no update has been made
             for metrics in run.steps(others):
-                if metrics['step'] == 1:
+                if unchecked and metrics['skipped_updates'] < metrics['step']:
                     say(first_update_line(metrics))
+                    unchecked = False
                 say(run.console)
                 bar.update()
         except KeyboardInterrupt:

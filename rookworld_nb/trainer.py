@@ -90,9 +90,9 @@ def check_config(
         if not 0 <= (value := getattr(config, name)) < math.inf:
             raise SettingError(f'{name}={value} must be finite and at least 0')
     for name in ('grad_clip', 'identity_tolerance', *KL_LIMITS):
-        value = getattr(config, name)
-        if value is None and name in ('grad_clip', 'identity_tolerance') or value is not None and not value > 0:
-            raise SettingError(f'{name}={value} must be above 0')
+        value, optional = getattr(config, name), name in KL_LIMITS
+        if not (optional if value is None else 0 < value < math.inf):    # config.json has no word for infinity
+            raise SettingError(f'{name}={value} must be finite and above 0' + ', or None'*optional)
     for name, valid in (('lr_schedule', SCHEDULES), ('adamw', ADAMW), ('loss_type', LOSS_TYPES),
                         ('importance_level', IMPORTANCE_LEVELS), ('kl_estimator', KL_ESTIMATORS)):
         check_option(name, getattr(config, name), valid)
@@ -272,8 +272,8 @@ def check_first_update(
     reference = logprobs if micro.ref_logprobs is None else micro.ref_logprobs
     kl = per_token_kl(logprobs, reference)[mask].mean()
     raise FirstUpdateError(
-        f'before the first update the largest |ratio - 1| is {to_old:.3g} (limit {config.identity_tolerance:g}), '
-        f'{clipped:.1%} of the tokens are outside the clip range and the KL is {kl:.3g}; all three must be 0. '
+        f'before the first update the largest |ratio - 1| is {to_old:.3g} against the sampler and {to_ref:.3g} against '
+        f'the reference (limit {config.identity_tolerance:g}), {clipped:.1%} of the tokens are outside the clip range and the KL is {kl:.3g}; all three must be 0. '
         f'Likely cause: {likely_cause(model, micro, config.identity_tolerance)}')
 
 # %% ../nbs/13_trainer.ipynb #ace3a94b
@@ -596,9 +596,10 @@ def update(
     learning = Learning(trainer.model, config, in_loss, items_of(experience, config.loss_type), max(1, tokens),
                         experience.max_completion_length, trainer.ref_model, trainer.critic)
     trainer.optimizer.zero_grad(set_to_none=True)    # whatever the model was used for before
-    if step == 1: check_kl_inputs(experience, config)
-    metrics, broken = accumulate_gradients(learning, experience, step == 1, trainer.ranks)
-    if step == 1 and tokens and 'kl' not in metrics and any(getattr(config, name) for name in KL_LIMITS):
+    first = trainer.step == health.skipped    # no update has been made: those so far were left out
+    if first: check_kl_inputs(experience, config)
+    metrics, broken = accumulate_gradients(learning, experience, first, trainer.ranks)
+    if first and tokens and 'kl' not in metrics and any(getattr(config, name) for name in KL_LIMITS):
         logger.warning('without a reference no KL is measured, and no limit on it (%s) acts', ', '.join(KL_LIMITS))
     trainer.step = step    # only now: where the check of the first update raises, it is still the first
     parameters = [p for group in trainer.optimizer.param_groups for p in group['params']]
@@ -606,7 +607,8 @@ def update(
     finite = math.isfinite(metrics['loss'] + norm + metrics.get('kl', 0.))
     trainer.broken = None if finite else experience.table.assign(broken=broken)
     count_skipped(health, step, finite, tokens)
-    trainer.failure = find_failure(health, metrics if tokens else {}, config)
+    if not tokens: metrics = {'loss': metrics['loss']}    # of no token there is no KL, no ratio and no entropy
+    trainer.failure = find_failure(health, metrics, config)
     if taken := finite and tokens and not trainer.failure:
         if trainer.proposed and experience.fresh: trainer.remember()    # judged by what this very state has sampled
         take_step(trainer.optimizer, rate)

@@ -23,6 +23,9 @@ from rookworld_nb.rewards import RewardTerms
     (dict(reward_shaping='nice'), '--reward-shaping nice.*ladder'), (dict(micro_batch_size=3), '--micro-batch-size 3'),
     (dict(minibatch_positions=6), 'minibatch_positions=6'), (dict(gae_lambda=.5), '--gae-lambda 0.5: of no use without --use-gae'),
     (dict(kl_warmup_factor=.5), '--kl-warmup-factor 0.5: of no use without --kl-warmup-steps'), (dict(normalize_momentum=.5), 'of no use without --normalize-rewards'),
+    (dict(fresh_share=.5), '--fresh-share 0.5: of no use without --buffer-capacity'), (dict(penalty=-1., reward_shaping='binary'), '--penalty -1.0: of no use'),
+    (dict(kl_unbiased=False, kl_estimator='reverse'), 'of no use with --kl-estimator reverse'), (dict(grad_clip=math.inf), 'grad_clip=inf must be finite'),
+    (dict(kl_spike_factor=math.inf), 'kl_spike_factor=inf must be finite and above 0, or None'),
     (dict(kl_target=.01), '--kl-target 0.01: of no use without --kl-control adaptive or --kl-spike-factor'),
     (dict(steps=9, kl_warmup_steps=9), '--kl-warmup-steps 9: the KL would weigh nothing in all of --steps 9')])
 def test_bad_settings_are_refused_at_once(changes, message):

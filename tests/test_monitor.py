@@ -181,12 +181,17 @@ def test_health_report_is_exact_and_carries_its_light():
     assert ' | red: kl 0.9 is above 0.15: ' in health_report(dict(ROW, kl=.9))
 
 
+def test_a_step_without_a_token_has_no_ratio_and_no_entropy():
+    row = {name: value for name, value in ROW.items() if not name.startswith(('kl', 'clip_ratio', 'entropy', 'ratio'))}
+    assert 'Clip=n/a, Entropy=n/a, MaxRatio=n/a' in health_report(row)
+
+
 def test_a_run_without_reference_has_no_kl():
     row = {name: value for name, value in ROW.items() if not name.startswith('kl')}
     assert 'KL=n/a (95p=n/a), Reward=0.234' in health_report(row)
 
 
-@pytest.mark.parametrize('write, name', [(console_line, 'loss'), (console_line, 'task_P/fraction'), (health_report, 'entropy')])
+@pytest.mark.parametrize('write, name', [(console_line, 'loss'), (console_line, 'task_P/fraction'), (health_report, 'reward_std')])
 def test_a_missing_number_is_named(write, name):
     with pytest.raises(MetricError, match=f'no {name} in the row; it holds step'):
         write({key: value for key, value in ROW.items() if key != name})

@@ -218,6 +218,8 @@ def test_a_failed_start_is_called_failed(tmp_path, folder):
     text = Document(report(tmp_path/'run')).text
     assert text.count('failed') == 1 and '19' in text
     assert first_update(replace(read_run(tmp_path/'run'), rows=[{'step': 2, 'kl': 0.}])) is None
+    late = [{'step': 1, 'skipped_updates': 1}, {'step': 2, 'skipped_updates': 1, 'kl': 1.}, {'step': 3, 'skipped_updates': 2, 'kl': 0.}]
+    assert [(name, passed) for name, *_, passed in first_update(replace(read_run(tmp_path/'run'), rows=late))] == [('kl', False)]
 
 
 @pytest.mark.parametrize('config, passes', [({}, False), ({'bf16': True}, True), ({'matmul_precision': 'high'}, True), ({'matmul_precision': 'highest'}, False)])

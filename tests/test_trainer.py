@@ -164,7 +164,7 @@ def test_a_piece_of_padded_rows_alone_says_nothing_about_padding():
 
 def test_the_message_gives_the_numbers(model):
     experience = wrong_temperature(model, uneven(model, temperature=.5))
-    with pytest.raises(FirstUpdateError, match=r'largest \|ratio - 1\| is \d.*limit 0.001.* \d+\.\d% of the tokens .* KL is \d'):
+    with pytest.raises(FirstUpdateError, match=r'largest \|ratio - 1\| is \d\S* against the sampler and \d\S* against the reference \(limit 0.001\).* \d+\.\d% of the tokens .* KL is \d'):
         next(Trainer(model, config()).run([experience]))
 
 
@@ -178,6 +178,21 @@ def test_the_check_is_of_the_first_update_only(model):
     steps(trainer, source, 1)
     model.wte.register_forward_hook(lambda layer, _, out: torch.nn.functional.dropout(out, .01))
     assert len(steps(trainer, source, 1)) == 1
+
+
+def test_the_check_waits_for_the_first_update_that_has_a_token(model):
+    empty, trainer = without_tokens(next(collector(model))), Trainer(model, config())
+    steps(trainer, iter([empty]*2), 2)
+    with pytest.raises(FirstUpdateError, match='Likely cause'): next(trainer.run([wrong_temperature(model, uneven(model, temperature=.5))]))
+    assert trainer.step == 2 and not trainer.optimizer.state
+    steps(trainer, iter([uneven(model), empty]), 2)
+    model.wte.register_forward_hook(lambda layer, _, out: torch.nn.functional.dropout(out, .01))
+    assert len(steps(trainer, collector(model), 1)) == 1    # an update has been made
+
+
+def without_tokens(experience):
+    "Nothing of it counts: as if every completion had been cut off."
+    return replace(experience, parts=tuple(replace(part, loss_mask=torch.zeros_like(part.loss_mask)) for part in experience.parts))
 
 
 def test_without_reference_only_the_ratio_is_checked(model):
@@ -799,11 +814,10 @@ def test_neither_the_control_nor_a_good_state_hears_samples_of_an_older_policy(m
 def test_an_update_without_a_token_is_skipped(model, caplog):
     trainer = Trainer(model, config(steps=9, max_skipped=3, kl=KLConfig(kl_coef=.5, kl_control='adaptive', kl_target=.05)))
     before = weights(model)
-    first = next(collector(model))
-    empty = replace(first, parts=tuple(replace(part, loss_mask=torch.zeros_like(part.loss_mask)) for part in first.parts))
+    empty = without_tokens(next(collector(model)))
     row, = steps(trainer, iter([empty]), 1)
     assert same(model, before) and row['skipped_updates'] == 1 and 'no token counts' in caplog.text
-    assert trainer.health.kl_mean is None    # no token, no KL
+    assert trainer.health.kl_mean is None and not {'kl', 'kl_95pct', 'ratio_max', 'entropy', 'clip_ratio/region_mean'} & {*row}    # nothing was measured
     assert trainer.kl.kl_coef == .5 and not trainer.optimizer.state
     rows = steps(trainer, iter([empty]*6), 6)    # nothing is wrong with the policy
     assert len(rows) == 6 and not trainer.diverged and trainer.health.recoveries == 0 and trainer.broken is None
