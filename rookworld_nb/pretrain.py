@@ -334,7 +334,7 @@ def bare_capture(
 
 # %% ../nbs/11_pretrain.ipynb #6aa04792
 #: Share of each kind among the A: samples; what is left is 'ordinary'.
-ENV_SHARES = {'illegal': .25, 'mate': .10, 'check': .15, 'draw': .09,
+ENV_SHARES = {'illegal': .12, 'mate': .11, 'check': .09, 'draw': .08,
               'castling': .03, 'en_passant': .03, 'promotion': .04}
 MOST_LOOKS = 20_000  # positions looked at for one move of a kind; one in a hundred or so has it
 
@@ -396,8 +396,8 @@ def _env_shard(number: int, folder: Path, size: int, seed: int) -> None:
 
 
 def _ordinary(fen: str, rng: random.Random) -> Sample:
-    "Any legal move, captures, pawn moves and above all offers of en passant likelier; a third beside a cornered king."
-    board = cornered_king(rng) if rng.random() < 1/3 else chess.Board(fen)
+    "Any legal move, captures, pawn moves and above all offers of en passant likelier; a fifth beside a cornered king."
+    board = cornered_king(rng) if rng.random() < 1/5 else chess.Board(fen)
     moves = list(board.legal_moves)
     pawns = [board.piece_type_at(move.from_square) == chess.PAWN for move in moves]
     weights = [1. + 1.5*board.is_capture(move) + .7*pawn + 9.*_allows_en_passant(board, move)
