@@ -273,7 +273,8 @@ def check_first_update(
     kl = per_token_kl(logprobs, reference)[mask].mean()
     raise FirstUpdateError(
         f'before the first update the largest |ratio - 1| is {to_old:.3g} against the sampler and {to_ref:.3g} against '
-        f'the reference (limit {config.identity_tolerance:g}), {clipped:.1%} of the tokens are outside the clip range and the KL is {kl:.3g}; all three must be 0. '
+        f'the reference (limit {config.identity_tolerance:g}), {clipped:.1%} of the tokens are outside the clip range '
+        f'and the KL is {kl:.3g}; all must be 0. '
         f'Likely cause: {likely_cause(model, micro, config.identity_tolerance)}')
 
 # %% ../nbs/13_trainer.ipynb #ace3a94b
