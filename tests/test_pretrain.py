@@ -51,6 +51,12 @@ def test_any_ascii_text_round_trips(text):
     assert TOKENIZER.decode(TOKENIZER.encode(text).ids, skip_special_tokens=False) == text
 
 
+@pytest.mark.parametrize('fen', FENS[::6])
+def test_illegal_moves_are_illegal(fen):
+    rng = random.Random(0)
+    assert not {illegal_move(chess.Board(fen), rng) for _ in range(40)} & legal_moves(fen)
+
+
 def why_illegal(board, move):
     "The ways in which a move is illegal, told apart without the generator's own means."
     piece, way = board.piece_at(move.from_square), set()
