@@ -597,7 +597,7 @@ def update(
     learning = Learning(trainer.model, config, in_loss, items_of(experience, config.loss_type), max(1, tokens),
                         experience.max_completion_length, trainer.ref_model, trainer.critic)
     trainer.optimizer.zero_grad(set_to_none=True)    # whatever the model was used for before
-    first = trainer.step == health.skipped    # no update has been made: those so far were left out
+    first = trainer.untouched
     if first: check_kl_inputs(experience, config)
     metrics, broken = accumulate_gradients(learning, experience, first, trainer.ranks)
     if first and tokens and 'kl' not in metrics and any(getattr(config, name) for name in KL_LIMITS):
@@ -670,16 +670,19 @@ class Trainer(Learner):
     diverged = False  # whether it ended because it failed once too often
     starved = False   # whether it ended because there were no more experiences; with others it may go on
 
+    @property
+    def untouched(self) -> bool:
+        "Whether no update has been made: every step so far, if there was one, was left out."
+        return self.step == self.health.skipped
+
     def run(
         self,
         experiences: Iterable[Experience],  # asked for one at a time; a `RolloutBuffer` is emptied after a failure
     ) -> Iterator[dict[str, float]]:        # metrics by name, one row per optimiser step
         "Update until the steps are done, the experiences end, or the run fails for good; `stop_reason` says which."
         source = iter(experiences)
-        if not self.good:
-            self.remember()
-        if self.starved:
-            self.stop_reason, self.starved = '', False
+        if not self.good: self.remember()
+        if self.starved: self.stop_reason, self.starved = '', False
         if self.step >= self.config.steps:
             self.stop_reason = f'all {self.config.steps} steps are done'
         try:

@@ -130,6 +130,18 @@ def test_a_taken_folder_is_refused_before_anything_is_examined(tmp_path, monkeyp
     with alone_in(tmp_path), pytest.raises(RunError, match='a run is going on there'): train(replace(SHORT, output_dir=str(tmp_path)))
 
 
+def test_a_run_keeps_its_folder_from_the_examination_before_to_the_one_after(tmp_path, monkeypatch):
+    config, seen = replace(TINY, eval_policy=2, output_dir=str(tmp_path)), []
+    def examined(*given):
+        with pytest.raises(RunError, match='a run is going on there'), alone_in(tmp_path): pass
+        seen.append(given)
+        return examine(*given)
+    monkeypatch.setattr('rookworld_nb.run.examine', examined)
+    train(config)
+    assert len(seen) == 2
+    with alone_in(tmp_path): pass
+
+
 def test_a_folder_that_is_no_run_is_not_gone_on_with(finished, tmp_path):
     folder = shutil.copytree(finished[1]/'final_checkpoint', tmp_path/'model')
     with pytest.raises(RunError, match='config.json is not of a run, .*architectures'): resumed_config(output_dir=str(folder))
@@ -492,14 +504,15 @@ def test_an_interrupted_step_is_not_gone_on_with(whole, tmp_path, monkeypatch):
 
 @pytest.fixture
 def interruptible():
-    "The usual answers to Ctrl-C and SIGTERM, also where the tests run in the background or in a worker that has its own."
-    before = {number: signal.signal(number, answer) for number, answer in ((signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, signal.SIG_DFL))}
+    "The usual answers to Ctrl-C, SIGTERM and SIGHUP, also where the tests run in the background or in a worker that has its own."
+    usual = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL, signal.SIGHUP: signal.SIG_DFL}
+    before = {number: signal.signal(number, answer) for number, answer in usual.items()}
     yield
     for number, answer in before.items(): signal.signal(number, answer)
 
 
 @pytest.mark.usefixtures('interruptible')
-@pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_who_is_told_to_end_finishes_the_step_and_loses_nothing(whole, tmp_path, monkeypatch, number):
     folder, take_step = tmp_path/'run', rookworld_nb.trainer.take_step
     monkeypatch.setattr('rookworld_nb.trainer.take_step', lambda *rest: (take_step(*rest), os.kill(os.getpid(), number) if len(steps) == 2 else None))
@@ -513,7 +526,7 @@ def test_who_is_told_to_end_finishes_the_step_and_loses_nothing(whole, tmp_path,
 
 
 @pytest.mark.usefixtures('interruptible')
-@pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_who_is_told_to_end_between_two_steps_saves_too(tmp_path, number):
     before = signal.getsignal(number)
     with pytest.raises(KeyboardInterrupt), closing(Run(replace(TINY, output_dir=str(tmp_path/'run'))).steps()) as steps:
