@@ -246,7 +246,8 @@ class TrainConfig(HardwareConfig, UpdateOptions, RewardOptions, PromptOptions): 
         for name, value in vars(self).items():
             if isinstance(value, PathLike): object.__setattr__(self, name, fspath(value))    # a checkpoint takes texts
         check_kinds(self)
-        if self.output_dir: object.__setattr__(self, 'output_dir', expanduser(self.output_dir))    # ~
+        for name in ('data', 'output_dir', 'stockfish_path'):    # ~; a model's folder is looked for where it is loaded
+            if value := getattr(self, name): object.__setattr__(self, name, expanduser(value))
         super().__post_init__()
         check_flags(self)
         if self.credit == 'part' and (asked := whole_answers(self)):

@@ -21,6 +21,7 @@ import multiprocessing
 import os
 import random
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -180,12 +181,18 @@ def whole_shard(
     return samples
 
 # %% ../nbs/11_pretrain.ipynb #ab80d5aa
+def _serve() -> None:
+    "How a process of the pool starts: Ctrl-C is answered once, by its starter, and it does not outlive that one."
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    starter = multiprocessing.parent_process()
+    threading.Thread(target=lambda: (starter.join(), os._exit(1)), daemon=True).start()
+
+
 def _make_shards(paths: list[Path], make, processes: int) -> list[Path]:
     "Call make(number) for every shard that is not there yet, in several processes."
     missing = [number for number, path in enumerate(paths) if not path.exists()]
     if not missing: return paths
-    silent = signal.signal, (signal.SIGINT, signal.SIG_DFL)    # Ctrl-C reaches every process, and one answers
-    with ProcessPoolExecutor(processes, multiprocessing.get_context('spawn'), *silent) as pool:
+    with ProcessPoolExecutor(processes, multiprocessing.get_context('spawn'), _serve) as pool:
         jobs, before = [pool.submit(make, number) for number in missing], len(paths) - len(missing)
         progress = Progress(len(paths), before)
         try:
@@ -794,8 +801,12 @@ def train(
 # %% ../nbs/11_pretrain.ipynb #55588f47
 def _save_checkpoint(learner: _Learner, path: Path) -> None:
     "Write everything that continues the run, in one step; the model also as a folder that anything can load."
-    save_pretrained(learner.model, learner.tokenizer, path.parent/'model')    # first: the last checkpoint ships it
-    with replacing(path) as aside: torch.save(learner.state(), aside)
+    try:
+        save_pretrained(learner.model, learner.tokenizer, path.parent/'model')    # first: the last checkpoint ships it
+        with replacing(path) as aside, open(aside, 'wb') as file: torch.save(learner.state(), file)
+    except Exception as error:
+        raise PretrainError(f'step {learner.step}: {path} cannot be written: {error.__context__ or error}; '
+                            'the same command goes on from the one before') from error
 
 
 def _load_checkpoint(path: Path, config: PretrainConfig) -> dict:
@@ -804,9 +815,9 @@ def _load_checkpoint(path: Path, config: PretrainConfig) -> dict:
     free = ('steps', 'env_share', 'legal_share',    # may change when a run is gone on with: more steps, another mix
             'output_dir', 'processes', 'threads', 'save_every')
     before = state['config']
-    differing = [name for name, value in asdict(config).items() if name not in free and before.get(name) != value]
-    if differing:
-        raise PretrainError(f'{path.parent} holds a run with another {", ".join(differing)}: '
+    if differing := [f'--{name.replace("_", "-")} {before.get(name)}, not {value}'
+                     for name, value in asdict(config).items() if name not in free and before.get(name) != value]:
+        raise PretrainError(f'{path.parent} holds a run with {", ".join(differing)}; '
                             'give the same, or another --output-dir')
     if config.steps < state['step']:
         raise PretrainError(f'--steps {config.steps}: the run in {path.parent} has done {state["step"]} already')

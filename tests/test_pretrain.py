@@ -3,9 +3,15 @@ import json
 import math
 import os
 import random
+import resource
+import subprocess
+import sys
+import time
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
+from textwrap import dedent
 from types import SimpleNamespace
 
 import chess
@@ -36,6 +42,20 @@ EXPOSED = [board for board in map(chess.Board, FENS[12:48]) if len([*board.pseud
 def rows_of(kind, n=40):
     samples = [sample for sample in shipped('train') if sample.task == kind][:n]
     return pack(kind, [(sample.prompt, sample.completion) for sample in samples], TOKENIZER)
+
+
+def soon(happens, seconds=60) -> bool:
+    "Wait for something."
+    until = time.monotonic() + seconds
+    while not (done := happens()) and time.monotonic() < until: time.sleep(.1)
+    return done
+
+
+def is_running(pid: int) -> bool:
+    "Whether there is such a process, and not only what is left of it."
+    stat = Path(f'/proc/{pid}/stat')
+    try: return stat.read_text().rpartition(') ')[2][0] != 'Z'
+    except (FileNotFoundError, ProcessLookupError): return False
 
 
 def test_every_shipped_line_round_trips_with_constant_prompts():
@@ -216,6 +236,37 @@ def test_a_killed_maker_of_data_ends_the_command(tmp_path):
         pretrain_module._make_shards([tmp_path/'a', tmp_path/'b'], os._exit, 1)
 
 
+def test_no_maker_of_data_outlives_its_command(tmp_path):
+    (tmp_path/'command.py').write_text(dedent("""
+        import os, time
+        from pathlib import Path
+        from rookworld_nb.pretrain import _make_shards
+
+        def make(number):
+            Path(f'{number}.pid').write_text(str(os.getpid()))
+            time.sleep(600)
+
+        if __name__ == '__main__': _make_shards([Path('a'), Path('b')], make, 2)
+        """))
+    with subprocess.Popen([sys.executable, 'command.py'], cwd=tmp_path) as command:
+        pids = [tmp_path/'0.pid', tmp_path/'1.pid']
+        assert soon(lambda: all(path.exists() and path.read_text() for path in pids))
+        command.kill()
+    assert soon(lambda: not any(is_running(int(path.read_text())) for path in pids))
+
+
+def test_a_full_disk_leaves_the_checkpoint_before_and_is_said(tmp_path):
+    run = small_run(tmp_path, save_every=1)
+    next(run)
+    before = (tmp_path/'checkpoint.pt').read_bytes()
+    usual = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (len(before)*2//3, usual[1]))    # room for the model alone
+        with pytest.raises(PretrainError, match='step 2: .*checkpoint.pt cannot be written: .*File too large.*goes on'): next(run)
+    finally: resource.setrlimit(resource.RLIMIT_FSIZE, usual)
+    assert (tmp_path/'checkpoint.pt').read_bytes() == before and [row['step'] for row in small_run(tmp_path, save_every=1)][0] == 2
+
+
 def test_one_process_works_in_a_folder(tmp_path):
     with locked(tmp_path/'.lock'), pytest.raises(PretrainError, match='another process'):
         pretrain(PretrainConfig(output_dir=str(tmp_path)))
@@ -224,7 +275,7 @@ def test_one_process_works_in_a_folder(tmp_path):
 
 def test_a_checkpoint_of_another_run_is_refused(tmp_path):
     list(small_run(tmp_path))
-    with pytest.raises(PretrainError, match='lr'):
+    with pytest.raises(PretrainError, match='holds a run with --lr .*, not 0.0001; give the same'):
         next(small_run(tmp_path, lr=1e-4))
 
 

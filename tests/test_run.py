@@ -610,8 +610,9 @@ def test_the_judge_of_a_run_stays(whole, tmp_path, before, after):
         resumed_config(output_dir=str(folder), stockfish_path=after)
 
 
-def test_a_folder_at_home_is_one():
-    assert TrainConfig(output_dir='~/here').output_dir == os.path.expanduser('~/here')
+@pytest.mark.parametrize('name', ['output_dir', 'data', 'stockfish_path'])
+def test_what_lies_at_home_is_found(name):
+    assert getattr(TrainConfig(**{name: '~/here'}), name) == os.path.expanduser('~/here')
 
 
 def test_files_of_others_among_the_completions_stay(whole, tmp_path):
