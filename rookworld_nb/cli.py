@@ -7,10 +7,10 @@ __all__ = ['logger', 'REQUIRED', 'READERS', 'SUITES', 'WEAKEST', 'Suites', 'ANSW
            'UsageError', 'stdin_lines', 'comments_in', 'Flag', 'flags_of', 'parse_value', 'as_text', 'Parser',
            'placeholder', 'parser_of', 'no_such', 'settings_in', 'read_settings', 'input_lines', 'at_least_one', 'emit',
            'without_nan', 'positions', 'uci', 'batches', 'generate', 'read_rows', 'read_row', 'check_row', 'score',
-           'positions_in', 'label', 'evaluation_samples', 'check_passes', 'measure', 'suite_puzzles', 'suite_openings',
-           'check_used', 'play_suites', 'evaluate_model', 'metric_tables', 'report_evaluation', 'as_columns', 'train',
-           'pretrain', 'report', 'ablate', 'search', 'push', 'batch_size', 'Command', 'run_command', 'overview',
-           'is_input_error', 'drop_output', 'console_logging', 'main']
+           'positions_in', 'label', 'evaluation_samples', 'say_absent', 'check_passes', 'measure', 'suite_puzzles',
+           'suite_openings', 'check_used', 'play_suites', 'evaluate_model', 'metric_tables', 'report_evaluation',
+           'as_columns', 'train', 'pretrain', 'report', 'ablate', 'search', 'push', 'batch_size', 'Command',
+           'run_command', 'overview', 'is_input_error', 'drop_output', 'console_logging', 'main']
 
 # %% ../nbs/25_cli.ipynb #0f1f1bea
 import argparse
@@ -32,12 +32,13 @@ import tokenize
 import tomllib
 import types
 import typing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cache
 from importlib.resources import files as files_of
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
 from . import __version__
@@ -418,12 +419,14 @@ def read_row(
 def check_row(
     row: dict,    # of `read_rows`
     place: str,   # where it stands
-    judge,        # a rules.Stockfish, or None
+    asks: bool,   # whether there will be an engine
 ) -> None:
     "Say where a prompt or a target is that cannot be scored."
     from rookworld_nb.rewards import MissingTarget, find_truth
+    from rookworld_nb.rules import Candidate, legal_moves
+    stand_in = SimpleNamespace(analyse=lambda fen: [Candidate(uci, 0.) for uci in legal_moves(fen)])
     try:
-        find_truth(row['prompt'], row.get('target'), judge)
+        find_truth(row['prompt'], row.get('target'), stand_in if asks else None)
     except ValueError as error:
         hint = ' (a target in its row, or --engine)' if isinstance(error, MissingTarget) else ''
         raise UsageError(f'{place}: {error}{hint}') from None
@@ -443,12 +446,10 @@ def score(
     at_least_one(nodes=nodes)
     if nodes and not asks: raise UsageError(f'--nodes {nodes}: only with --engine or --stockfish-path')
     places, rows = zip(*read_rows(files))
+    for place, row in zip(places, rows): check_row(row, place, asks)
     prompts, completions, targets = ([row.get(name) for row in rows] for name in ('prompt', 'completion', 'target'))
     with Stockfish(stockfish_path, nodes or 1000) if asks else nullcontext() as judge:
-        try: scores = RewardScorer(settings, judge)(prompts, completions, targets)
-        except ValueError:
-            for place, row in zip(places, rows): check_row(row, place, judge)    # names the first that is wrong
-            raise
+        scores = RewardScorer(settings, judge)(prompts, completions, targets)
     for row, parts in zip(rows, scores.components.to_dict('records')):
         reward = round(parts.pop('reward'), 6)
         emit(row | dict(reward=reward if math.isfinite(parts['raw']) else None, components=without_nan(parts)))
@@ -459,7 +460,7 @@ def score(
 def positions_in(
     path: Path,  # an output file of `label`, perhaps cut off in the middle of a line; may be absent
 ) -> set[str]:  # the FENs that it holds
-    "What is labelled already; a torn last line is cut off, once it is sure that the file is one of ours."
+    "What is labelled already, once it is sure that the file is one of ours; a torn last line is cut off."
     from rookworld_nb.positions import labelled_in
     from rookworld_nb.tasks import parse_policy
     *lines, torn = path.read_bytes().decode(errors='replace').split('\n') if path.exists() else ['']
@@ -481,7 +482,7 @@ def label(
     stockfish_path: Path | None = None,  # the executable; none looks for it
 ) -> None:
     "Write a P: line with Stockfish's five best moves for every position; killed, the same command goes on."
-    from rookworld_nb.positions import Labelling, count_moves, fen_in, label_files, policy_line
+    from rookworld_nb.positions import Labelling, count_moves, fen_in, label_files, locked, policy_line
     from rookworld_nb.rules import StockfishPool
     if input:
         if fens or output is None:
@@ -494,7 +495,9 @@ def label(
     for number, fen in enumerate(wanted, 1):
         try: wanted[fen] = count_moves(fen)
         except ValueError as error: raise UsageError(f'position {number}: {error}') from None
-    with StockfishPool(processes, path=stockfish_path, nodes=nodes) as pool:
+    with (StockfishPool(processes, path=stockfish_path, nodes=nodes) as pool,
+          locked(output) if output else nullcontext(True) as mine):
+        if not mine: raise UsageError(f'--output {output}: another command is at work on it')
         done = positions_in(output) if output else set()
         todo = [fen for fen, moves in wanted.items() if moves > 1 and fen not in done]
         if known := sum(fen in done for fen in wanted):
@@ -526,6 +529,16 @@ def evaluation_samples(
     warn_malformed(data, malformed)
     if limit and own == 'stress': samples = spread(samples, limit)    # sorted by kind: some of each
     return [sample for task, some in by_task(samples).items() if task in tasks for sample in some[:limit]]
+
+
+def say_absent(
+    samples: list,           # of `evaluation_samples`
+    suite: tuple[str, ...],  # what was asked for
+    data: Path | None,       # where they come from
+) -> None:
+    "Warn of a task that was asked for and has no line."
+    for task in sorted({SUITES[name] for name in suite if name in SUITES} - {sample.task for sample in samples}):
+        logger.warning('%s: holds no %s: line, so only the rest of --suite is measured', data, task)
 
 
 SUITES = {'policy': 'P', 'env': 'A', 'stress': 'A'}  # suites of prompts with targets
@@ -668,13 +681,14 @@ def evaluate_model(
     check_passes(temperature, samples_per_prompt)
     device = torch_device(device)
     loaded = {name: load_pretrained(name, device) for name in dict.fromkeys((against, model)) if name}
+    say_absent(samples, suite, data)
     worlds = {each: model_world(model_simulator(*loaded[model], history_plies, each, seed, batch))
               for each in temperature}
     sides = {each: (model_player(*loaded[model], each, seed, batch), worlds[each]) for each in temperature}
     options = dict(seed=seed, samples_per_prompt=samples_per_prompt, max_new_tokens=max_new_tokens, batch_size=batch)
     examined = {name: measure(each, samples, temperature, **options) for name, each in loaded.items()}
-    played = [(name, each, table) for each, side in sides.items() for name, table in play_suites(
-        suite, *side, puzzles, openings, samples_per_prompt if each else 1, levels, stockfish_path)]
+    played = ((name, each, table) for each, side in sides.items() for name, table in play_suites(
+        suite, *side, puzzles, openings, samples_per_prompt if each else 1, levels, stockfish_path))
     report_evaluation(samples, examined[model], examined.get(against), played, json)
 
 # %% ../nbs/25_cli.ipynb #a0ea1b63
@@ -707,10 +721,10 @@ def report_evaluation(
     samples: list,        # of `evaluation_samples`
     table,                # of `measure`, or None
     before,               # of `measure` for another model, or None
-    played: list[tuple],  # of `play_suites`: name, temperature, table by metric
+    played: Iterable[tuple],  # of `play_suites`: name, temperature, table by metric
     json: bool,           # one JSON object instead of tables
 ) -> None:
-    "Write an evaluation to standard output."
+    "Write an evaluation to standard output: tables as soon as they are known, or JSON at the end."
     parts = {} if table is None else metric_tables(samples, table, before)
     if json:
         rows = {name: part.to_dict('records') for name, part in parts.items()}

@@ -444,13 +444,14 @@ class Labelling:
 def labelled_in(
     path: Path,  # of P: lines, perhaps cut off in the middle of one; may be absent
 ) -> set[str]:   # FENs
-    "Cut off a torn last line, and say what is done."
-    if not path.exists():
-        return set()
-    with open(path, 'r+b') as file:
-        text = file.read()
-        file.truncate(text.rfind(b'\n') + 1)
-    return {line[3:].partition('M:')[0].strip() for line in text[:text.rfind(b'\n') + 1].decode().splitlines()}
+    "Say what is done; a whole last line gets its line feed, a torn one is cut off."
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    if lines and not lines[-1].endswith(b'\n'):
+        answer = parse_policy(lines[-1].decode(errors='replace'))
+        if answer.well_formed and answer.best in answer.moves:    # b7b8q cut off in the last letter is b7b8
+            with open(path, 'ab') as file: file.write(b'\n')
+        else: os.truncate(path, path.stat().st_size - len(lines.pop()))
+    return {line.decode()[3:].partition('M:')[0].strip() for line in lines}
 
 # %% ../nbs/04_positions.ipynb #8abb9d83
 @contextmanager

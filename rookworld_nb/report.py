@@ -126,10 +126,12 @@ def read_run(
         raise ReportError(f'{folder}: ' + ('a file; name the run folder' if folder.exists() else 'no such folder'))
     if not (folder/'metrics.jsonl').is_file():
         raise ReportError(f'{folder} is not a run folder: it holds no metrics.jsonl')
+    rows = logged_rows(folder/'metrics.jsonl')
+    if rows and not any('loss' in row for row in rows):
+        raise ReportError(f'{folder} is not the run folder of a training with GRPO: its metrics.jsonl has no loss')
     found = {path.stem.removeprefix('step-'): path for path in folder.glob('completions/step-*.csv')}
     tables = {int(step): found[step] for step in sorted(filter(str.isdecimal, found), key=int)}
-    return RunData(folder, logged_rows(folder/'metrics.jsonl'), read_object(folder/'config.json'),
-                   read_object(folder/'summary.json'), tables)
+    return RunData(folder, rows, read_object(folder/'config.json'), read_object(folder/'summary.json'), tables)
 
 
 def ending(

@@ -25,7 +25,7 @@ from rookworld_nb.evaluate import TASK_METRICS, compare, evaluate
 from rookworld_nb.grpo import MissingInputError
 from rookworld_nb.kl import BatchShapeError
 from rookworld_nb.model import GPT, GPTConfig, SequenceError
-from rookworld_nb.positions import read_lines, shipped
+from rookworld_nb.positions import locked, read_lines, shipped
 from rookworld_nb.pretrain import board_tokenizer
 from rookworld_nb.rewards import RewardScorer
 from rookworld_nb.rules import Candidate, EngineNotFound, env_step, find_stockfish, legal_moves
@@ -569,6 +569,16 @@ def test_score_reads_files_and_settings(call, cwd):
     assert rewards == [-.5, -.5]
 
 
+@pytest.mark.parametrize('row, words', [
+    ({'prompt': 'P: 8/8/8/8 w - - 0 1', 'completion': ''}, ['line 2', '8/8/8/8']),
+    ({'prompt': f'P: {START}', 'completion': '', 'target': 'M: e2e5 E: 0.1 B: e2e5'}, ['line 2', 'e2e5']),
+    ({'prompt': 'Q: ?', 'completion': ''}, ['line 2', 'Q: ?'])])
+def test_score_asks_no_engine_before_every_row_is_good(row, words, call, cwd, monkeypatch):
+    monkeypatch.setattr('rookworld_nb.rules.Stockfish.analyse', lambda *given: pytest.fail('asked in vain'))
+    code, lines, errors = call('score', '--engine', stdin='\n'.join(json.dumps(each) for each in ({'prompt': f'P: {START}', 'completion': ''}, row)))
+    assert code == 2 and not lines and all(word in errors for word in words)
+
+
 # ---- label
 
 class Engines:
@@ -636,6 +646,21 @@ def test_label_resumes_after_a_torn_line(torn, call, fens, cwd):
     assert (cwd/'half.txt').read_bytes() == whole and Engines.asked == 23
     assert call('label', '--output', 'half.txt', stdin=text)[0] == 0
     assert (cwd/'half.txt').read_bytes() == whole
+
+
+def test_label_keeps_a_whole_last_line_without_a_line_feed(call, fens, cwd):
+    assert call('label', '--output', 'all.txt', stdin='\n'.join(fens))[0] == 0
+    whole = (cwd/'all.txt').read_bytes()
+    (cwd/'edited.txt').write_bytes(b''.join(whole.splitlines(keepends=True)[:17])[:-1])
+    Engines.asked = 0
+    assert call('label', '--output', 'edited.txt', stdin='\n'.join(fens))[0] == 0
+    assert (cwd/'edited.txt').read_bytes() == whole and Engines.asked == 23
+
+
+def test_two_commands_do_not_add_to_one_file(call, fens, cwd):
+    with locked(cwd/'out.txt'):
+        code, _, errors = call('label', '--output', 'out.txt', *fens)
+    assert code == 2 and 'out.txt' in errors and 'another command' in errors and not (cwd/'out.txt').read_bytes()
 
 
 @pytest.mark.parametrize('text, line', [('shopping list\n', 1), ('shopping list', 1), ('P: a\nbook and its last line', 1), ('\n', 1)])
@@ -752,6 +777,20 @@ def test_eval_solves_puzzles(call, cwd):
     assert code == 0 and 'malformed' not in said  # it is no file of P: and A: lines
     assert suite_values(lines)['puzzles', 0., 'solved']['n'] == 1
     assert 'solved' in '\n'.join(call(*words[:-1])[1])
+
+
+def test_eval_says_what_is_known_before_it_is_interrupted(call, cwd, monkeypatch):
+    def interrupt(*given): raise KeyboardInterrupt
+    monkeypatch.setattr('rookworld_nb.suites.self_play', interrupt)
+    code, lines, errors = call('eval', '--suite', 'mate,selfplay', '--limit', '3', '--games', '2')
+    assert code == 130 and lines[1] == 'mate, at temperature 0' and lines[3].startswith('solved') and 'interrupted' in errors
+
+
+def test_eval_says_which_task_the_data_lacks(call, tiny, cwd):
+    (cwd/'lines.txt').write_text('\n'.join(env_lines(2)))
+    code, lines, errors = call('eval', '--model', tiny, '--data', 'lines.txt', '--max-new-tokens', '8')
+    assert code == 0 and 'lines.txt: holds no P: line' in errors and any(line.startswith('A: means') for line in lines)
+    assert 'holds no' not in call('eval', '--model', tiny, '--data', 'lines.txt', '--suite', 'env', '--max-new-tokens', '8')[2]
 
 
 def test_eval_plays_with_itself(call, cwd):

@@ -437,6 +437,8 @@ def test_no_folder_and_no_run_folder(tmp_path):
         with pytest.raises(ReportError) as failed:
             report(path)
         assert str(path) in str(failed.value) and words in str(failed.value) and isinstance(failed.value, ValueError)
+    (tmp_path/'metrics.jsonl').write_text('{"step": 1, "lr": 0.005, "P/loss": 1.2}\n')    # of `rookworld pretrain`
+    with pytest.raises(ReportError, match='is not the run folder of a training with GRPO'): report(tmp_path)
     (tmp_path/'file').write_text('')
     with pytest.raises(ReportError, match='a file; name the run folder'):
         report(tmp_path/'file')
