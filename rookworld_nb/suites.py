@@ -509,6 +509,7 @@ def uci_board(
     for uci in moves.split():
         board.push_uci(uci)
     legal_moves(board.fen())  # raises InvalidFen where nobody could play
+    policy_prompt(board.fen())  # and TaskFormatError where a counter has more digits than a prompt
     return board
 
 # %% ../nbs/16_suites.ipynb #7390e45d

@@ -1,4 +1,5 @@
 """The study of settings: spaces that say what they mean, every point once whoever dies, verdicts by hand, reports that hide nothing."""
+import errno
 import json
 import math
 import os
@@ -16,6 +17,7 @@ import pandas as pd
 import pytest
 
 from rookworld_nb import cli, report, scale
+from rookworld_nb.checkpoint import CheckpointError
 from rookworld_nb.config import TrainConfig
 from rookworld_nb.evaluate import evaluate, wilson_interval
 from rookworld_nb.monitor import metric_rows
@@ -292,6 +294,46 @@ def test_an_interrupted_ticket_is_issued_again(stubbed):
     work(search, 1)
     table = trial_table(study, search)
     assert table['outcome'].tolist() == ['hopeless', 'success', 'no gain'] and table['lr'].tolist() == [point['lr'] for point in search.points]
+
+
+def test_a_full_disk_is_no_outcome(stubbed, monkeypatch):
+    search, study = stubbed
+    tries = []
+    def full(trial, search, place):
+        tries.append(place)
+        raise CheckpointError('checkpoint-3: cannot be written') from OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    monkeypatch.setattr(scale, 'run_trial', full)
+    for _ in range(scale.TRIES + 1):
+        with pytest.raises(SearchError, match='checkpoint-3: cannot be written; once there is room, the same command goes on'):
+            for _ in run_search(search): pass
+    assert len(tries) == scale.TRIES + 1 and trial_table(study, search).empty    # no other trial was begun, and none is given up
+    monkeypatch.setattr(scale, 'run_trial', lambda *_: verdict_of(.1, .01))
+    *_, table = run_search(search)
+    assert table['outcome'].tolist() == ['success']*3
+
+
+def test_a_worker_whose_disk_is_full_says_so_and_stops(stubbed, monkeypatch, caplog):
+    monkeypatch.setattr(scale, 'run_trial', lambda *_: write_nothing())
+    def write_nothing(): raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+    with pytest.raises(SystemExit) as left: work(stubbed[0], 2)
+    assert left.value.code == scale.STOPPED and os.strerror(errno.EDQUOT) in caplog.text
+    monkeypatch.setattr(scale, 'get_context', lambda _: SimpleNamespace(Process=lambda **_: SimpleNamespace(
+        start=lambda: None, is_alive=lambda: False, pid=None, exitcode=scale.STOPPED)))
+    with pytest.raises(SearchError, match='said above why'): list(scale.tables_of(*stubbed, 2))
+
+
+def test_a_database_that_takes_nothing_is_said_in_words(stubbed, monkeypatch):
+    def broken(*_): raise optuna.exceptions.StorageInternalError('see below') from OSError('database or disk is full')
+    monkeypatch.setattr(scale, 'deal', broken)
+    with pytest.raises(SearchError, match='study: the study cannot be written: database or disk is full; once there is room'):
+        next(run_search(stubbed[0]))
+
+
+@pytest.mark.parametrize('space, said', [('model=nano|fooo', 'fooo'), ('data=none|no.txt', 'no.txt'), ('stockfish_path=no/engine', 'no/engine')])
+def test_what_a_space_names_is_there_before_anything_is_made(space, said, tmp_path, lines):
+    given = {name: value for name, value in tiny(tmp_path, lines).items() if name not in space}
+    with pytest.raises(ValueError, match=said): next(run_search(Search(given, (space,))))
+    assert not (tmp_path/'study').exists()
 
 
 def test_a_worker_hears_ctrl_c_from_its_starter_alone(stubbed, monkeypatch):

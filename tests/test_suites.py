@@ -653,6 +653,7 @@ def test_a_search_may_be_held_to_some_moves():
 
 def test_after_a_position_that_cannot_be_no_move_is_named():
     player = answering(lambda fen: 'e2e4')
-    said = list(uci_session(['position startpos', 'go', 'position fen nonsense', 'go', 'position startpos', 'go', 'quit'], player))
-    moves = [line for line in said if line.startswith('bestmove')]
-    assert moves == ['bestmove e2e4', 'bestmove (none)', 'bestmove e2e4'] and sum('position left out' in line for line in said) == 1
+    for wrong in ('nonsense', f'{START[:-1]}12345'):
+        said = list(uci_session(['position startpos', 'go', f'position fen {wrong}', 'go', 'position startpos', 'go', 'quit'], player))
+        moves = [line for line in said if line.startswith('bestmove')]
+        assert moves == ['bestmove e2e4', 'bestmove (none)', 'bestmove e2e4'] and sum('position left out' in line for line in said) == 1
