@@ -327,7 +327,8 @@ def ask_reference(
         return None, None
     r, here = rollouts.to(ref_model.wte.weight.device), rollouts.logprobs.device    # it may have a device of its own
     mask = r.completion_mask
-    logprobs, dense = r.logprobs, r.logprobs.new_zeros(*mask.shape, ref_model.cfg.n_embd) if with_hidden else None
+    wide = (*mask.shape, ref_model.cfg.n_embd)
+    logprobs, dense = r.logprobs, ref_model.wte.weight.new_zeros(wide) if with_hidden else None
     if r.texts:    # else other processes have all of this task
         hidden = completion_hidden(ref_model, r.prompt_ids, r.prompt_mask, r.completion_ids, mask, r.group_size)
         logprobs, _ = hidden_logprobs(ref_model, hidden, r.completion_ids, r.temperature, mask, with_entropy=False)

@@ -237,7 +237,7 @@ def evaluate(
     batch_size: int = 256,                # completions sampled together, whole groups
     ranks: Ranks = ALONE,                 # processes that share the sampling; each gets the whole table
 ) -> pd.DataFrame:                        # as metrics_table, in the order of the samples
-    """Sample completions of held-out prompts and measure them; the same seed gives the same table."""
+    """Sample completions of held-out prompts and measure them; the same seed and batch_size give the same table."""
     if not samples:
         raise EvaluationError('there are no samples to evaluate; give at least one')
     texts: list[list[str]] = [[]]*len(samples)

@@ -208,6 +208,7 @@ def loss_metrics(
         chosen = values[mask] if values[mask].numel() else values.new_zeros(1)
         metrics[name] = chosen.mean()
         if name == 'kl':
+            chosen = chosen if chosen.dtype == torch.float64 else chosen.float()    # quantile knows no half precision
             metrics['kl_5pct'], metrics['kl_95pct'] = chosen.quantile(chosen.new_tensor([.05, .95])).unbind()
     return metrics
 
@@ -217,6 +218,7 @@ def _check_loss(kl_coef: float, advantages: Tensor, completion_mask: Tensor, **t
     if not 0 <= kl_coef < math.inf: raise SettingError(f'kl_coef={kl_coef} must be finite and at least 0')
     check_shapes(**tensors, completion_mask=completion_mask)
     shape = completion_mask.shape
+    if 0 in shape: raise BatchShapeError(f'completion_mask has shape {tuple(shape)}: there is no token to learn from')
     if advantages.shape not in (shape, shape[:1]):
         raise BatchShapeError(f'advantages have shape {tuple(advantages.shape)}, '
                               f'valid are {tuple(shape[:1])} and {tuple(shape)}')

@@ -119,11 +119,11 @@ def generate(
 ) -> tuple[Tensor, Tensor, Tensor]:            # (N, T) ids, bool mask and log-probabilities, T the longest completion
     'Read each prompt once, then decode all rows together; row i*G + j continues prompt i of the share.'
     shape, device = (max_new_tokens, len(prompt_ids), group_size), prompt_ids.device
-    noise = torch.rand(shape, generator=generator, device=generator.device if generator else 'cpu')
+    noise = torch.rand(shape, generator=generator, dtype=torch.float32, device=generator.device if generator else 'cpu')
     noise, prompt_ids, prompt_mask = noise[:, share].flatten(1).to(device), prompt_ids[share], prompt_mask[share]
     shape, t = noise.shape[::-1], -1
     ids = torch.full(shape, end_id, device=device)
-    mask, logprobs = torch.zeros(shape, dtype=torch.bool, device=device), torch.zeros(shape, device=device)
+    mask, logprobs = (torch.zeros(shape, dtype=dtype, device=device) for dtype in (torch.bool, torch.float32))
     with torch.autocast(device.type, enabled=False):  # weights that a bf16 model converts stay converted until the end
         prefix = model.prefill(prompt_ids, prompt_mask) if len(ids) else None
         steps = decode(model, prefix, noise, temperature, end_id) if prefix else ()
@@ -210,6 +210,9 @@ def sample(
     check_request(prompts, group_size, max_new_tokens, temperature)
     end_id, device = end_token_id(tokenizer), model.wte.weight.device
     prompt_ids, prompt_mask = encode_prompts(tokenizer, prompts, end_id)
+    if (largest := max(int(prompt_ids.max()), end_id)) >= model.cfg.vocab_size:
+        raise SamplingError(f'the tokenizer has id {largest}, the model a vocab_size of {model.cfg.vocab_size}: '
+                            'they do not belong together')
     limit = min(max_new_tokens, room_after(prompts, prompt_mask, model.cfg.n_positions))
     prompt_ids, prompt_mask = prompt_ids.to(device), prompt_mask.to(device)
     ids, mask, logprobs = generate(model, prompt_ids, prompt_mask, group_size, limit, temperature, end_id, generator,
@@ -241,12 +244,20 @@ def completion_hidden(
 ) -> Tensor:                  # (M, D) in the order of completion_ids[completion_mask]
     'For every active token the hidden state that predicts it; each prompt is computed once per group.'
     T, device = completion_ids.shape[1], completion_ids.device
+    if completion_mask.shape != completion_ids.shape or len(completion_ids) != len(prompt_ids)*group_size:
+        raise SamplingError(f'{len(prompt_ids)} prompts with group_size={group_size} have as many rows as their '
+                            f'product, not ids {tuple(completion_ids.shape)} and mask {tuple(completion_mask.shape)}')
+    completion_mask, lengths = completion_mask.bool(), prompt_mask.sum(1)
     if not completion_mask.any(): return model.wte.weight.new_empty(0, model.cfg.n_embd)
     longest = (completion_mask*torch.arange(1, T+1, device=device)).view(-1, group_size*T).amax(1)
-    hidden, places = [], []
-    for prompts in length_buckets(longest):
+    hidden, places, buckets = [], [], list(length_buckets(longest))
+    while buckets:
+        prompts = buckets.pop(0)
         t = int(longest[prompts].max())
         if t == 0: continue
+        if len(prompts) > 1 and int(lengths[prompts].max())+t-1 > model.cfg.n_positions:    # of different rows
+            buckets = [*prompts.split(1), *buckets]
+            continue
         rows = (prompts[:, None]*group_size + torch.arange(group_size, device=device)).flatten()
         seen, active = prompt_mask[prompts].any(0), completion_mask[rows, :t]
         prefix = model.prefill(prompt_ids[prompts][:, seen], prompt_mask[prompts][:, seen])
@@ -303,6 +314,7 @@ def hidden_logprobs(
     tile_elements: int = TILE_ELEMENTS,  # logits held at once
 ) -> tuple[Tensor, Tensor | None]:  # (N, T) log-probabilities and entropies, nats, fp32; 0 where masked
     'The second half of `completion_logprobs`, for those who need the hidden states too.'
+    completion_mask = completion_mask.bool()
     def scored(hidden, ids): return token_logprobs(model, hidden, ids, temperature, with_entropy)
     size = max(1, tile_elements//model.cfg.vocab_size)
     return tuple(None if values is None else at_tokens(completion_mask, values)

@@ -125,7 +125,12 @@ def build_optimizer(
     config: TrainerConfig,  # lr, betas, weight_decay, adamw
     critic: nn.Module | None = None,  # trained with it
 ) -> torch.optim.AdamW:    # two groups: matrices with decay, the rest without
-    "AdamW with weight decay on matrices only."
+    "AdamW with weight decay on matrices only; SettingError for weights that cannot be trained."
+    if not (types := {p.dtype for p in model.parameters() if p.requires_grad}):
+        raise SettingError('no weight of the policy requires a gradient; call model.requires_grad_(True)')
+    if coarse := types - {torch.float32, torch.float64}:
+        raise SettingError(f'weights of type {coarse.pop()} are too coarse for small updates; load them with '
+                           'dtype=torch.float32 (products in bfloat16 are a setting of the model, bf16)')
     parameters = [p for part in (model, critic) if part is not None for p in part.parameters() if p.requires_grad]
     groups = [{'params': [p for p in parameters if p.dim() >= 2], 'weight_decay': config.weight_decay},
               {'params': [p for p in parameters if p.dim() < 2], 'weight_decay': 0.}]
@@ -543,7 +548,7 @@ class Learner:
             raise SettingError(f'kl_estimator={config.kl_estimator} needs the reference model')
         check_reference(model, ref_model)
         self.model, self.config, self.ref_model, self.ranks = model, config, ref_model, ranks
-        self.critic = Critic(model.cfg.n_embd).to(model.wte.weight.device) if config.use_gae else None
+        self.critic = Critic(model.cfg.n_embd).to(model.wte.weight) if config.use_gae else None
         self.optimizer, self.kl = build_optimizer(model, config, self.critic), KLController(config.kl)
         self.health, self.good, self.proposed = Health(), {}, False
 
@@ -558,9 +563,9 @@ class Learner:
     ) -> None:
         "Go to another state of model, critic and optimiser."
         self.model.load_state_dict(state['model'])
-        self.optimizer.load_state_dict(copy.deepcopy(state['optimizer']))
-        if self.critic is not None:
-            self.critic.load_state_dict(state['critic'])
+        own = {'param_groups': self.optimizer.state_dict()['param_groups']}    # settings are those of the configuration
+        self.optimizer.load_state_dict(copy.deepcopy(state['optimizer']) | own)
+        if self.critic is not None: self.critic.load_state_dict(state['critic'])
 
     def remember(self) -> None:
         "Take this state as the one that a recovery goes back to."
@@ -644,7 +649,7 @@ def recover(
 def trainer_state(
     trainer: 'Trainer',  # between two steps
 ) -> dict[str, Any]:     # tensors and plain values
-    "Everything of a trainer but the policy's weights."
+    "Everything of a trainer but the policy's weights: references, to be written down before the next step."
     state = {name: value for name, value in trainer.weights().items() if name != 'model'}
     return state | {'step': trainer.step, 'health': dict(vars(trainer.health)), 'kl': trainer.kl.state_dict(),
                     'good': trainer.good, 'proposed': trainer.proposed}

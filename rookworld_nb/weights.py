@@ -217,12 +217,13 @@ def replace_files(
 # %% ../nbs/01_weights.ipynb #52236a72
 def check_finite(
     tensors: dict[str, Tensor],  # about to be written
-    dtype: torch.dtype,          # that they were converted to
+    dtype: torch.dtype,          # that they have
 ) -> None:
-    'Refuse numbers that a smaller type cannot hold, while the larger ones are still there.'
+    'Refuse what no reader would take: numbers that a smaller type cannot hold, or a model that has diverged.'
     for name, tensor in tensors.items():
         if not tensor.isfinite().all():
-            raise ModelFileError(f'tensor {name} holds NaN or infinity as {dtype}; store it in a wider type')
+            raise ModelFileError(f'tensor {name} holds NaN or infinity as {dtype}; a wider type may hold '
+                                 'it, unless the model has diverged')
 
 # %% ../nbs/01_weights.ipynb #779c852c
 def save_pretrained(
@@ -237,8 +238,8 @@ def save_pretrained(
     partial = folder.with_name(f'.{folder.name}.{os.getpid()}.partial')
     tensors = {f'transformer.{name}': (p.T if name.endswith(TRANSPOSED) else p).detach().to('cpu', dtype).contiguous()
                for name, p in model.named_parameters()}
-    if dtype is not None: check_finite(tensors, dtype)
     end_id, stored = end_token_id(tokenizer), tensors['transformer.wte.weight'].dtype
+    check_finite(tensors, stored)
     special = dict.fromkeys(('bos_token', 'eos_token', 'pad_token', 'unk_token'), END_TOKEN)
     plain = Tokenizer.from_str(tokenizer.to_str())  # a copy, since the caller's may go on cutting and padding
     plain.no_truncation()

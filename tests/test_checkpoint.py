@@ -1,9 +1,12 @@
 "Beside 20_checkpoint: kills at any moment, and files that are not what was written."
+import copy
 import errno
+import math
 import os
 import resource
 import shutil
 import signal
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,7 +14,7 @@ import torch
 
 from rookworld_nb import checkpoint
 from rookworld_nb.buffer import CountingTask, counting_policy
-from rookworld_nb.checkpoint import CheckpointError, first_whole, newest_checkpoint, put_back, read_checkpoint, sweep, write_checkpoint
+from rookworld_nb.checkpoint import SUMS, CheckpointError, file_sum, first_whole, newest_checkpoint, put_back, read_checkpoint, sweep, write_checkpoint
 
 PARTS = counting_policy(steps=0), CountingTask().tokenizer    # a model of some kilobytes
 
@@ -56,9 +59,22 @@ def test_every_file_is_looked_at_and_named(tmp_path):
     assert read_checkpoint(folder) == {'trainer': {'step': 1}}
 
 
+@pytest.mark.parametrize('value', [np.float64(1.), Path('a')])
+def test_what_no_reader_takes_replaces_nothing(tmp_path, value):
+    write_checkpoint(tmp_path/'checkpoint-1', *PARTS, {'value': 1.})
+    with pytest.raises(CheckpointError, match='cannot be written: .*Unsupported global'): write_checkpoint(tmp_path/'checkpoint-1', *PARTS, {'value': value})
+    diverged = copy.deepcopy(PARTS[0])
+    diverged.ln_f.bias.data[0] = math.nan
+    with pytest.raises(CheckpointError, match='ln_f.bias holds NaN'): write_checkpoint(tmp_path/'checkpoint-1', diverged, PARTS[1], {'value': 2.})
+    assert read_checkpoint(tmp_path/'checkpoint-1') == {'value': 1.} and [path.name for path in tmp_path.iterdir()] == ['checkpoint-1']
+
+
 def test_what_is_more_than_plain_values_is_passed_over(tmp_path):
-    for step, value in ((1, 1.), (2, np.float64(1.))):
-        write_checkpoint(tmp_path/f'checkpoint-{step}', *PARTS, {'value': value})
+    for step in (1, 2): write_checkpoint(tmp_path/f'checkpoint-{step}', *PARTS, {'value': 1.})
+    folder = tmp_path/'checkpoint-2'
+    torch.save({'value': np.float64(1.)}, folder/'trainer.pt')
+    sums = (folder/SUMS).read_text().splitlines()
+    (folder/SUMS).write_text(''.join(f'{file_sum(folder/"trainer.pt") if line.endswith("trainer.pt") else line[:64]}{line[64:]}\n' for line in sums))
     with pytest.raises(CheckpointError, match='plain values'): read_checkpoint(tmp_path/'checkpoint-2')
     assert first_whole([tmp_path/'checkpoint-2', tmp_path/'checkpoint-1'])[0].name == 'checkpoint-1'
 

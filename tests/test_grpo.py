@@ -534,3 +534,11 @@ def test_a_discount_is_a_share(values):
 def test_the_targets_of_a_critic_have_its_shape():
     with pytest.raises(BatchShapeError, match='returns has shape'):
         value_loss(torch.zeros(2, 3), torch.zeros(2, 1), torch.ones(2, 3, dtype=torch.bool))
+
+
+def test_half_precision_has_quantiles_and_nothing_has_no_loss():
+    zeros, mask = torch.zeros(2, 3, dtype=torch.bfloat16), torch.ones(2, 3, dtype=torch.bool)
+    assert grpo_loss(zeros, zeros, zeros, torch.zeros(2), mask)[1]['kl_95pct'] == 0
+    for shape in ((0, 3), (2, 0)):
+        with pytest.raises(BatchShapeError, match='no token'):
+            grpo_loss(*[torch.zeros(shape)]*3, torch.zeros(shape[0]), torch.ones(shape, dtype=torch.bool))

@@ -467,3 +467,35 @@ def test_nothing_sampled_has_no_hidden_states():
     model, tokenizer = load_pretrained('nano')
     none = sample(model, tokenizer, ['P: a', 'P: b'], 3, 4, 1., share=slice(0, 0))
     assert completion_logprobs(model, none.prompt_ids, none.prompt_mask, none.completion_ids, 3, 1., none.completion_mask)[0].shape == (0, 0)
+
+
+def test_rows_that_do_not_match_the_prompts_are_refused(model, tokenizer):
+    r = sample(model, tokenizer, ['a b', 'c'], 2, 3, 1., torch.Generator().manual_seed(0))
+    for ids, mask, group_size in ((r.completion_ids, r.completion_mask, 4), (r.completion_ids, r.completion_mask[:, :-1], 2)):
+        with pytest.raises(SamplingError, match='as many rows as their product'):
+            completion_logprobs(model, r.prompt_ids, r.prompt_mask, ids, group_size, 1., mask)
+    whole = completion_logprobs(model, r.prompt_ids, r.prompt_mask, r.completion_ids, 2, 1., r.completion_mask)[0]
+    assert_close(completion_logprobs(model, r.prompt_ids, r.prompt_mask, r.completion_ids, 2, 1., r.completion_mask.int())[0], whole)
+
+
+def test_long_prompts_and_long_completions_of_other_rows_share_a_batch():
+    model = make_model(n_positions=8)
+    prompts = torch.tensor([[1, 3, 4, 5, 6, 7], [0, 0, 0, 0, 0, 1]])
+    ids, mask = torch.tensor([[4, 0, 0, 0, 0, 0], [4, 5, 6, 7, 8, 0]]), torch.tensor([[1, 1, 0, 0, 0, 0], [1]*6]).bool()
+    found = completion_logprobs(model, prompts, prompts > 0, ids, 1, 1., mask)[0]
+    for row in range(2):
+        part = slice(row, row + 1)
+        assert_close(found[part], completion_logprobs(model, prompts[part], prompts[part] > 0, ids[part], 1, 1., mask[part])[0])
+
+
+def test_a_tokenizer_of_a_larger_model_is_refused(tokenizer):
+    small = GPT(GPTConfig(n_layer=1, n_head=1, n_embd=8, vocab_size=13, n_positions=64))
+    with pytest.raises(SamplingError, match='has id 22, the model a vocab_size of 13'): sample(small, tokenizer, ['v'], 1, 2, 0.)
+
+
+def test_the_default_type_is_of_no_concern(model, tokenizer):
+    before = sample(model, tokenizer, ['a b'], 2, 3, 1., torch.Generator().manual_seed(0))
+    torch.set_default_dtype(torch.float64)
+    try: after = sample(model, tokenizer, ['a b'], 2, 3, 1., torch.Generator().manual_seed(0))
+    finally: torch.set_default_dtype(torch.float32)
+    assert torch.equal(before.completion_ids, after.completion_ids) and torch.equal(before.logprobs, after.logprobs)

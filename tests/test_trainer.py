@@ -1067,3 +1067,27 @@ def test_bad_settings_name_themselves(options):
 
 def test_the_trainer_only_needs_a_model_and_experiences(model):
     assert isinstance(model, GPT) and Trainer(model).config == TrainerConfig()
+
+
+# ---- weights that cannot be trained
+
+@pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16])
+def test_coarse_weights_are_refused(model, dtype):
+    with pytest.raises(SettingError, match=f'{dtype} are too coarse'): Trainer(copy.deepcopy(model).to(dtype), config())
+
+
+def test_a_frozen_policy_is_refused(model):
+    with pytest.raises(SettingError, match='requires a gradient'): Trainer(copy.deepcopy(model).requires_grad_(False), config())
+
+
+def test_a_double_policy_trains_with_a_critic(model):
+    double = copy.deepcopy(model).double()
+    rows = list(Trainer(double, config(steps=2, use_gae=True, kl=KLConfig(kl_coef=0.))).run(collector(double, None)))
+    assert len(rows) == 2 and all(math.isfinite(row['loss']) for row in rows)
+
+
+def test_a_restored_trainer_keeps_the_settings_of_its_configuration(model):
+    old = Trainer(copy.deepcopy(model), config(weight_decay=.01))
+    new = Trainer(copy.deepcopy(model), config(weight_decay=.5, betas=(.5, .6)))
+    restore_trainer(new, trainer_state(old))
+    assert [group['weight_decay'] for group in new.optimizer.param_groups] == [.5, 0.] and new.optimizer.param_groups[0]['betas'] == (.5, .6)
