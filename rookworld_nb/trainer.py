@@ -554,8 +554,7 @@ class Learner:
 
     def weights(self) -> dict[str, Any]:
         "What an update changes: references, not copies."
-        critic = {} if self.critic is None else {'critic': self.critic.state_dict()}
-        return {'model': self.model.state_dict(), 'optimizer': self.optimizer.state_dict()} | critic
+        return {name: part.state_dict() for name in ('model', 'optimizer', 'critic') if (part := getattr(self, name))}
 
     def load_weights(
         self,
@@ -563,8 +562,9 @@ class Learner:
     ) -> None:
         "Go to another state of model, critic and optimiser."
         self.model.load_state_dict(state['model'])
-        own = {'param_groups': self.optimizer.state_dict()['param_groups']}    # settings are those of the configuration
-        self.optimizer.load_state_dict(copy.deepcopy(state['optimizer']) | own)
+        own, saved = self.optimizer.state_dict()['param_groups'], state['optimizer']    # settings: the configuration's
+        groups = [mine | {'lr': theirs['lr']} for mine, theirs in zip(own, saved['param_groups'])]
+        self.optimizer.load_state_dict(copy.deepcopy(saved) | {'param_groups': groups})
         if self.critic is not None: self.critic.load_state_dict(state['critic'])
 
     def remember(self) -> None:

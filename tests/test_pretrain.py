@@ -315,7 +315,7 @@ def test_a_run_that_cannot_be_gone_on_with_is_refused_before_any_data_is_made(tm
     (tmp_path/'trained').mkdir()
     (tmp_path/'trained'/'config.json').write_text('{}')
     with pytest.raises(PretrainError, match='holds a run of'): pretrain(PretrainConfig(output_dir=str(tmp_path/'trained')))
-    with pytest.raises(PretrainError, match='a run with another shards'): pretrain(PretrainConfig(output_dir=str(tmp_path), shards=4, **shape))
+    with pytest.raises(PretrainError, match='a run with --shards 200, not 4'): pretrain(PretrainConfig(output_dir=str(tmp_path), shards=4, **shape))
     with pytest.raises(PretrainError, match='--steps 2: the run in .* has done 6'): pretrain(PretrainConfig(output_dir=str(tmp_path), **shape | {'steps': 2}))
 
 
