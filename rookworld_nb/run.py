@@ -7,7 +7,7 @@ __all__ = ['logger', 'SIGHT', 'ENDINGS', 'SHOWN', 'apart_from_evaluation', 'trai
            'both_devices', 'open_engine', 'announced', 'collector_of', 'Setup', 'updates_per_batch', 'planned_work',
            'trial_run', 'memory_components', 'profile_batches', 'choose_batch', 'examine', 'glance', 'run_summary',
            'finish', 'origin_of', 'run_state', 'save_run', 'restore_run', 'resumed_config', 'asked_for', 'NoWriter',
-           'interrupted_afterwards', 'terminated_as_interrupted', 'make_folder', 'alone_in', 'alone', 'check_settled',
+           'interrupted_afterwards', 'terminated_as_interrupted', 'make_folder', 'alone_in', 'check_settled',
            'writer_of', 'starting_config', 'Run', 'next_row', 'write_events', 'read_events', 'levers', 'steer',
            'closing_table', 'first_update_line', 'train']
 
@@ -526,17 +526,6 @@ def alone_in(
                            'not left; stop it first')
         yield
 
-# %% ../nbs/21_run.ipynb #aa8949a3
-@contextmanager
-def alone(
-    run: 'Run',  # of several processes the first acts
-) -> Iterator[None]:
-    "Keep other runs out of the run's folder until the block is done; blocks can be nested."
-    with nullcontext() if run.holds or not run.ranks.first else alone_in(run.folder):
-        before, run.holds = run.holds, True
-        try: yield
-        finally: run.holds = before
-
 
 def check_settled(
     run: 'Run',  # about to be resumed
@@ -586,9 +575,8 @@ class Run(Setup):
         self.started, self.console = time.perf_counter(), ''    # the latest step's line for the console
         self.events: list[dict[str, Any]] = []    # what was done by hand, in order
         self.profiles = None    # of memory, where the size of the batch was searched for
-        self.saved = 0          # the step of the newest checkpoint that can be resumed
+        self.saved, self.holds = 0, False    # step of the newest checkpoint to resume; other runs are kept out already
         self.settled = True     # between two steps, where a checkpoint can be resumed
-        self.holds = False      # whether it keeps other runs out of its folder
         with ExitStack() as undo:
             undo.callback(self.close)
             self.origin = origin_of(self)
@@ -605,7 +593,8 @@ class Run(Setup):
     ) -> Iterator[dict[str, float]]:  # metrics by name, one row per optimiser step
         "Train, and write everything down as it happens; the final checkpoint is written however the loop ends."
         check_settled(self)
-        with terminated_as_interrupted(), alone(self), writer_of(self) as writer:
+        alone = nullcontext() if self.holds or not self.ranks.first else alone_in(self.folder)
+        with terminated_as_interrupted(), alone, writer_of(self) as writer:
             source = self.trainer.run(self.buffer)
             try:
                 while (metrics := next_row(self, source, writer, writers)) is not None:
@@ -735,7 +724,8 @@ def train(
         say(planned_work(run))
         say(f'Hardware: {run.hardware}')
         if ranks.first:    # a place that cannot be written to, or where another run goes on, costs no examination
-            stack.enter_context(alone(run))
+            stack.enter_context(alone_in(run.folder))
+            run.holds = True
         before = examine(run, run.reference) if run.heldout else None
         with tqdm(total=run.config.steps, initial=run.trainer.step, unit='step', dynamic_ncols=True,
                   disable=not ranks.first) as bar:

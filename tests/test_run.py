@@ -125,6 +125,15 @@ def test_a_run_that_is_going_on_is_left_alone(tmp_path):
     assert next(Run(resumed_config(output_dir=str(folder))).steps())['step'] == 5
 
 
+def test_a_run_whose_loop_was_not_left_does_not_begin_another(tmp_path):
+    run = Run(replace(TINY, output_dir=str(tmp_path/'run')))
+    going = run.steps()
+    next(going)
+    with pytest.raises(RunError, match='in a loop that was not left'): next(run.steps())
+    going.close()
+    assert next(run.steps())['step'] == 2
+
+
 def test_a_taken_folder_is_refused_before_anything_is_examined(tmp_path, monkeypatch):
     monkeypatch.setattr('rookworld_nb.run.examine', lambda *given: pytest.fail('examined in vain'))
     with alone_in(tmp_path), pytest.raises(RunError, match='a run is going on there'): train(replace(SHORT, output_dir=str(tmp_path)))
