@@ -247,17 +247,15 @@ def completion_hidden(
     if completion_mask.shape != completion_ids.shape or len(completion_ids) != len(prompt_ids)*group_size:
         raise SamplingError(f'{len(prompt_ids)} prompts with group_size={group_size} have as many rows as their '
                             f'product, not ids {tuple(completion_ids.shape)} and mask {tuple(completion_mask.shape)}')
-    completion_mask, lengths = completion_mask.bool(), prompt_mask.sum(1)
+    completion_mask = completion_mask.bool()
     if not completion_mask.any(): return model.wte.weight.new_empty(0, model.cfg.n_embd)
     longest = (completion_mask*torch.arange(1, T+1, device=device)).view(-1, group_size*T).amax(1)
-    hidden, places, buckets = [], [], list(length_buckets(longest))
-    while buckets:
-        prompts = buckets.pop(0)
+    hidden, places, buckets = [], [], length_buckets(longest)
+    if prompt_ids.shape[1]+T-1 > model.cfg.n_positions:    # longest prompt, longest completion: of two rows?
+        buckets = torch.arange(len(prompt_ids), device=device).split(1)
+    for prompts in buckets:
         t = int(longest[prompts].max())
         if t == 0: continue
-        if len(prompts) > 1 and int(lengths[prompts].max())+t-1 > model.cfg.n_positions:    # of different rows
-            buckets = [*prompts.split(1), *buckets]
-            continue
         rows = (prompts[:, None]*group_size + torch.arange(group_size, device=device)).flatten()
         seen, active = prompt_mask[prompts].any(0), completion_mask[rows, :t]
         prefix = model.prefill(prompt_ids[prompts][:, seen], prompt_mask[prompts][:, seen])
