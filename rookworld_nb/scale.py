@@ -470,9 +470,10 @@ def outcome_of(
         raise
     except Exception as error:
         said = traceback.format_exc()
-        full = any(os.strerror(number) in said for number in (errno.ENOSPC, errno.EDQUOT))
-        trial.set_user_attr(*('interrupted', True) if full else ('traceback', said))
-        if full: raise NoRoom(f'{place}: {error}') from error
+        if any(os.strerror(number) in said for number in (errno.ENOSPC, errno.EDQUOT)):
+            trial.set_user_attr('interrupted', True)
+            raise NoRoom(f'{place}: {error}') from error
+        trial.set_user_attr('traceback', said)
         return Verdict('error', f'{type(error).__name__}: {error}')
 
 
