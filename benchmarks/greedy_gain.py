@@ -5,12 +5,14 @@
 
 P: positions come from the generator of nano's own prompts with another seed and are labelled by Stockfish (1,000 nodes a position); those that the package ships, or --exclude names,
 are left out, and the rest is kept in --cache. With --undrawn they are instead the training prompts whose position the run did not meet (a run that drew all has none). `--positions 0` leaves
-P: out. A: positions are the shipped held-out ones. Task `A rare`: how many of the mates, draws and illegal moves are recognised, of the shipped held-out and stress sets together, and how many
-other moves are taken for one of these. Task `P held-out`: the greedy policy rows of the run's own closing table. Both models answer each prompt once, greedily; the difference is paired by
-prompt. Figures of the same run, task and metric in the CSV are replaced, if that run had the same settings.
+P: out. A: positions are the shipped held-out ones. Task `A natural`: --moves moves as games have them (seven in ten are one of the engine's five), one on each of the fresh positions. Task
+`A rare`: how many of the mates, draws and illegal moves are recognised, of the shipped held-out and stress sets together, and how many other moves are taken for one of these. Tasks
+`P held-out` and `P held-out, sampled`: the policy rows of the run's own closing table. Both models answer each prompt once, greedily; the difference is paired by prompt. Figures of the same
+run, task and metric in the CSV are replaced, if that run had the same settings.
 """
 import argparse
 import json
+import random
 import sys
 from pathlib import Path
 
@@ -20,7 +22,7 @@ from rookworld_nb.checkpoint import newest_checkpoint
 from rookworld_nb.config import TrainConfig
 from rookworld_nb.evaluate import OUTCOMES, compare, evaluate, select_rows
 from rookworld_nb.positions import PromptMix, apart_from, by_task, read_lines, seen_positions, shipped, shipped_positions
-from rookworld_nb.pretrain import make_policy_data, read_excluded
+from rookworld_nb.pretrain import make_policy_data, natural_env_sample, read_excluded
 from rookworld_nb.rewards import RewardScorer
 from rookworld_nb.rules import fen_key
 from rookworld_nb.run import training_samples
@@ -28,6 +30,7 @@ from rookworld_nb.weights import load_pretrained
 
 SHARD, NODES, SEED = 2000, 1000, 99
 RARE = [*(f'{name}_recall' for name in OUTCOMES), 'false_alarms']
+SETTINGS = ('mix_env_ratio', 'rare_env_ratio', 'kl_coef', 'credit', 'steps', 'lr', 'seed')
 
 
 def fresh_positions(count, cache, exclude):
@@ -47,44 +50,56 @@ def undrawn_positions(run, config):
     return apart_from(by_task(samples)['P'], seen_positions(drawn))
 
 
-def rare_moves(before, after):
-    "Rows of `compare`: recall of each outcome, and false alarms."
-    table = compare(select_rows(before, 'A'), select_rows(after, 'A')).reset_index()
-    return table[table['metric'].isin(RARE)].assign(task='A rare')
+def moves_in(samples):
+    "A: samples, a natural move on each position."
+    rng = random.Random(f'{SEED} moves')
+    return [natural_env_sample(sample, rng) for sample in samples]
+
+
+def env_moves(before, after, task):
+    "Rows of `compare` on the A: answers in two tables, under a name of their own."
+    return compare(select_rows(before, 'A'), select_rows(after, 'A')).reset_index().assign(task=task)
 
 
 def closing_rows(run):
-    "Greedy rows of the policy from the table that the run ended with."
+    "Rows of the policy from the table that the run ended with."
     table = pd.DataFrame(json.loads((run/'summary.json').read_text(encoding='utf-8'))['comparison'])
-    return table[(table['task'] == 'P') & (table['temperature'] == 0)].assign(task='P held-out')
+    policy = table[table['task'] == 'P']
+    return policy.assign(task=policy['temperature'].map(lambda temperature: 'P held-out, sampled' if temperature else 'P held-out'))
 
 
 def main():
     options = argparse.ArgumentParser(description=__doc__.partition('\n')[0])
     options.add_argument('runs', nargs='+', type=Path, help='finished run folders')
     options.add_argument('--positions', type=int, default=5000, help='P: positions')
+    options.add_argument('--moves', type=int, default=5000, help='A: moves on fresh positions')
     options.add_argument('--cache', type=Path, default=Path('work/heldout'), help='where the positions are kept')
     options.add_argument('--exclude', type=Path, help='file of FENs to leave out as well')
     options.add_argument('--undrawn', action='store_true', help='take prompts that the run did not draw')
     options.add_argument('--csv', type=Path, help='table to add to')
     options = options.parse_args()
-    shared = [] if options.undrawn else fresh_positions(options.positions, options.cache, read_excluded(options.exclude))
+    fresh = fresh_positions(max(options.moves, 0 if options.undrawn else options.positions), options.cache, read_excluded(options.exclude))
+    moves = moves_in(fresh[:options.moves])
     held, stress = by_task(shipped('heldout'))['A'], shipped('stress')
     before, tables = {}, []
     for run in options.runs:
         config = TrainConfig(**json.loads((run/'config.json').read_text(encoding='utf-8')))
-        samples = (undrawn_positions(run, config)[:options.positions] if options.undrawn else shared) + held
+        samples = (undrawn_positions(run, config) if options.undrawn else fresh)[:options.positions] + held
         scorer = RewardScorer(config.rewards).for_evaluation()
-        examine = lambda name: evaluate(*load_pretrained(name), samples + stress, scorer=scorer)
+        parts = ['usual']*len(samples) + ['stress']*len(stress) + ['moves']*len(moves)
+        examine = lambda name: evaluate(*load_pretrained(name), samples + stress + moves, scorer=scorer)
         start = config.model, config.rewards, options.undrawn and run
         if start not in before: before[start] = examine(config.model)
         both = before[start], examine(run/'final_checkpoint')
-        natural = [table[table['prompt'] < len(samples)] for table in both]
-        table = pd.concat([compare(*natural).reset_index(), rare_moves(*both), closing_rows(run)]).drop(columns=['temperature', 'chance'])
-        settings = {'run': run.name, 'rare_env_ratio': config.rare_env_ratio, **{name: getattr(config, name) for name in ('credit', 'steps', 'lr', 'seed')}}
+        of = lambda *chosen: [table[table['prompt'].map(parts.__getitem__).isin(chosen)] for table in both]
+        rare = env_moves(*of('usual', 'stress'), 'A rare')
+        found = [compare(*of('usual')).reset_index(), rare[rare['metric'].isin(RARE)], closing_rows(run)]
+        if moves: found.append(env_moves(*of('moves'), 'A natural'))
+        table = pd.concat(found).drop(columns=['temperature', 'chance'])
+        settings = {'run': run.name, **{name: getattr(config, name) for name in SETTINGS}}
         tables.append(table.assign(**settings)[[*settings, *table.columns]])
         print(run.name, ', '.join(f'{row.task}: {row.metric} {row.difference:+.4f} (z {row.z:+.1f})' for row in table.itertuples()
-                                  if row.task == 'A rare' or row.metric in ('reward', 'distinct_legal', 'top5_overlap', 'best_legal', 'best_move_accuracy', 'state_exact')),
+                                  if row.task in ('A rare', 'A natural') or row.metric in ('reward', 'distinct_legal', 'top5_overlap', 'best_legal', 'best_move_accuracy', 'state_exact')),
               flush=True)
     if options.csv:
         new = pd.concat(tables)

@@ -32,8 +32,8 @@ from .run import Run, alone_in, examine
 from .weights import load_pretrained
 
 # %% ../nbs/23_ablations.ipynb #391aef91
-#: What all cells share: a default run, made shorter.
-SHARED: dict[str, Any] = {'steps': 32, 'eval_samples': 6, 'save_every': 16}
+#: What all cells share: a default run, made shorter, with the KL's weight and the mix that were the defaults then.
+SHARED: dict[str, Any] = {'steps': 32, 'eval_samples': 6, 'save_every': 16, 'kl_coef': .02, 'mix_env_ratio': .2}
 
 _KL = {'kl_coef': .1}
 #: Question -> name of a cell -> settings changed in it.

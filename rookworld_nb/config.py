@@ -31,8 +31,10 @@ class RunError(ValueError):
 
 #: Settings that depend on the size of the model, used where the flag is not given.
 BY_SIZE = {
-    'small': {'lr': 1.5e-4, 'batch_positions': 32, 'temperature': .9, 'replays': 1, 'loss_type': 'grpo'},
-    'large': {'lr': 1e-5, 'batch_positions': 8, 'temperature': .7, 'replays': 2, 'loss_type': 'dapo'}}
+    'small': {'lr': 1.5e-4, 'batch_positions': 32, 'temperature': .9, 'replays': 1, 'loss_type': 'grpo',
+              'kl_coef': .2, 'mix_env_ratio': .35},
+    'large': {'lr': 1e-5, 'batch_positions': 8, 'temperature': .7, 'replays': 2, 'loss_type': 'dapo',
+              'kl_coef': .02, 'mix_env_ratio': .2}}
 OPEN = (*BY_SIZE['small'], 'credit')    # none: for_size decides
 SMALL = 20_000_000  # parameters of the largest small model
 CREDITS = ('part', 'answer')
@@ -47,7 +49,7 @@ class PromptOptions:
     seed: int = 0                     # all random choices follow from it: prompts, their order, sampling
     device: str = 'auto'              # cpu, cuda, cuda:1; auto takes the GPU where there is one
     reference_device: str | None = None  # of the reference model, cuda:1 for example; none: that of the policy
-    mix_env_ratio: float = 0.2        # share of A: prompts
+    mix_env_ratio: float | None = None  # share of A: prompts; none: 0.35 for a small model, 0.2 a large one
     rare_env_ratio: float | None = 0.33  # share of rare outcomes among them; none: as they come
     max_positions: int | None = None  # use only that many prompts of each task, from everywhere in the file; none: all
     stockfish_path: str | None = None  # judge P: answers with this engine instead of the stored targets
@@ -98,7 +100,7 @@ class UpdateOptions:
     clip_range_high: float | None = None  # ... 1 + clip_range_high; none: the same
     importance_level: str = 'token'   # the ratio is of each token or of the whole sequence (GSPO): token | sequence
     loss_type: str | None = None      # averaging: dapo | grpo | bnpo | dr_grpo; none: grpo small, dapo large
-    kl_coef: float = 0.02             # weight of the KL to the model the run starts from
+    kl_coef: float | None = None      # weight of the KL to the start; none: 0.2 for a small model, 0.02 a large one
     kl_estimator: str = 'kl3'         # kl1 | kl2 | kl3 | forward | reverse | symmetric, these three over the vocabulary
     kl_unbiased: bool = True          # weigh the KL of a token by its ratio
     kl_in_reward: bool = False        # take the KL (kl1) from the rewards instead of adding it to the loss
@@ -208,8 +210,9 @@ def check_flags(
     if not 0 <= config.seed < 2**32: wrong['seed'] = 'must be 0 to 4294967295'
     if not 0 < config.clip_range < 1: wrong['clip_range'] = 'must be between 0 and 1'
     if not 0 <= (config.clip_range_high or 0) < math.inf: wrong['clip_range_high'] = 'must be finite and at least 0'
-    if config.kl_control == 'adaptive' and not KLConfig.kl_coef_min <= config.kl_coef <= KLConfig.kl_coef_max:
-        wrong['kl_coef'] = f'the adaptive control keeps it in {KLConfig.kl_coef_min:g} to {KLConfig.kl_coef_max:g}'
+    lowest, highest = KLConfig.kl_coef_min, KLConfig.kl_coef_max
+    if config.kl_control == 'adaptive' and not (config.kl_coef is None or lowest <= config.kl_coef <= highest):
+        wrong['kl_coef'] = f'the adaptive control keeps it in {lowest:g} to {highest:g}'
     wrong |= {name: 'not with --use-gae, whose critic takes the place of the group' for name in OF_THE_GROUP
               if config.use_gae and values[name] != getattr(TrainConfig, name)}
     wrong |= {name: f'of no use without --{flag.replace("_", "-")}' for name, flag in NEEDS.items()
@@ -287,9 +290,9 @@ def emergency(
     **changes: Any,  # fields of TrainConfig
 ) -> TrainConfig:
     "A run that is hard to upset: small steps, used once, held close to its start; a folder counts as a large model."
-    rate = BY_SIZE['small' if changes.get('model', 'nano') == 'nano' else 'large']['lr']/10
-    return TrainConfig(**{'lr': rate, 'replays': 1, 'warmup_steps': 20, 'grad_clip': .5, 'clip_range': .1,
-                          'kl_coef': .1, 'kl_control': 'adaptive', 'kl_target': .02,
+    usual = BY_SIZE['small' if changes.get('model', 'nano') == 'nano' else 'large']
+    return TrainConfig(**{'lr': usual['lr']/10, 'replays': 1, 'warmup_steps': 20, 'grad_clip': .5, 'clip_range': .1,
+                          'kl_coef': 5*usual['kl_coef'], 'kl_control': 'adaptive', 'kl_target': .02,
                           'kl_divergence_threshold': .2} | changes)
 
 

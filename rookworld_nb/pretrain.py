@@ -246,15 +246,17 @@ def move_kind(
     kind = ('castling' if board.is_castling(move) else 'en_passant' if board.is_en_passant(move)
             else 'promotion' if move.promotion else 'ordinary')
     board.push(move)
-    if board.is_check():
-        kind = 'mate' if board.is_checkmate() else 'check' if kind == 'ordinary' else kind
+    if board.is_checkmate():
+        kind = 'mate'
     elif board.is_stalemate() or board.is_insufficient_material():
         kind = 'draw'
+    elif board.is_check() and kind == 'ordinary':
+        kind = 'check'
     board.pop()
     return kind
 
 # %% ../nbs/11_pretrain.ipynb #87c0af09
-#: Share of each way to be illegal; most of them need a look at more than the piece and its two squares.
+#: Chance of each way at a draw; one that the position lacks is drawn anew, so `check` ends at an eighth.
 ILLEGAL_SHARES = {'nobody': .05, 'opponent': .10, 'reach': .25, 'target': .10, 'blocked': .25, 'check': .25}
 
 
@@ -352,6 +354,9 @@ def find_kind(
     rng: random.Random,  # source of the choices
 ) -> Sample | None:  # an A: sample of that kind; None where `MOST_LOOKS` positions have none
     "Look for a move of a kind: in positions from games and, for the rarer kinds, in positions set up for it."
+    if kind not in ENV_SHARES or not fens:
+        raise PretrainError(f'{kind!r} among {len(fens)} positions: valid kinds are {", ".join(ENV_SHARES)}, '
+                            'and there must be a position to start from')
     for _ in range(MOST_LOOKS):
         board = chess.Board(rng.choice(fens))
         if kind == 'illegal':
@@ -486,7 +491,7 @@ def pack(
         part = pairs[start:start + 10_000]
         texts = tokenizer.encode_batch([prompt + completion for prompt, completion in part])
         rows += [text.ids + [end] for (prompt, _), text in zip(part, texts)
-                 if text.offsets[n_prompt-1][1] == len(prompt)]
+                 if len(text.offsets) >= n_prompt and text.offsets[n_prompt-1][1] == len(prompt)]
     if len(rows) < len(pairs):
         logger.warning('%s: %d of %d rows left out: their prompts have another length',
                        kind, len(pairs)-len(rows), len(pairs))
@@ -626,7 +631,7 @@ def check_pretrain(
     wrong = {name: 'a whole number, at least 1' for name, n in counts.items() if not isinstance(n, int) or n < 1}
     if not wrong and config.n_embd % config.n_head: wrong['n_head'] = f'a divisor of --n-embd {config.n_embd}'
     if not 0 < config.lr < math.inf: wrong['lr'] = 'above 0'
-    if not 0 <= config.seed < 2**32: wrong['seed'] = 'at least 0 and below 2^32'
+    if not (isinstance(config.seed, int) and 0 <= config.seed < 2**32): wrong['seed'] = 'whole, 0 to 2^32 - 1'
     if not 0 <= config.mate_share < 1: wrong['mate_share'] = 'at least 0 and below 1'
     if not 0 < config.decay_share <= 1: wrong['decay_share'] = 'above 0 and at most 1'
     for name, words in wrong.items():

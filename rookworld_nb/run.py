@@ -80,7 +80,7 @@ def training_samples(
     if config.max_positions is not None:
         samples = [sample for some in by_task(samples).values() for sample in spread(some, config.max_positions)]
     asked = by_task(samples)['A']
-    if config.mix_env_ratio and config.rare_env_ratio and asked and not any(map(is_rare, asked)):
+    if config.mix_env_ratio != 0 and config.rare_env_ratio and asked and not any(map(is_rare, asked)):
         logger.warning('--rare-env-ratio %g: none of the %d A: prompts has a rare outcome, so none is dealt',
                        config.rare_env_ratio, len(asked))
     if config.stockfish_path is not None:

@@ -37,6 +37,7 @@ from pathlib import Path
 from statistics import fmean, variance
 from types import NoneType
 from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+from uuid import uuid4
 
 import numpy as np
 import pandas as pd
@@ -241,8 +242,10 @@ def check_search(
         raise SearchError(f'--trials {search.trials}: must be at least 1')
     for name, part in search.dimensions.items():
         for value in part if isinstance(part, Choices) else part[:2]: trial_config(search, {name: value})
-    if not trial_config(search).eval_policy + trial_config(search).eval_env:
-        raise SearchError('--eval-policy 0 --eval-env 0: success is measured on held-out positions; give some')
+    config = trial_config(search)
+    if (config.eval_policy or config.eval_env) < 2:
+        raise SearchError(f'--eval-policy {config.eval_policy} --eval-env {config.eval_env}: success is a gain beyond '
+                          'its standard error, and that takes two held-out positions or more')
 
 # %% ../nbs/24_scale.ipynb #0ed240c7
 FALL = 3      # standard errors by which the reward of a hopeless trial has fallen
@@ -448,6 +451,7 @@ def deal(
         raise SearchError(f'--trials {search.size}: the study in {search.folder} has {len(dealt)} already; '
                           'say as many or more')
     study.set_user_attr('facts', facts)
+    if 'id' not in study.user_attrs: study.set_user_attr('id', uuid4().hex)
     reissue(study)
     for ticket in sorted({*range(search.size)} - {*dealt}):
         study.enqueue_trial(search.points[ticket] if search.points else {}, {'ticket': ticket})
@@ -496,12 +500,13 @@ class TakenTwice(BaseException):
 
 def claim(
     folder: Path,  # of the study
+    study: str,    # its id: the folder may have served another database
     number: int,   # of the trial
 ) -> None:         # or TakenTwice
     "Take a trial for good; of several processes one makes the file."
     (folder/'taken').mkdir(exist_ok=True)
     try:
-        (folder/'taken'/str(number)).touch(exist_ok=False)
+        (folder/'taken'/f'{study}-{number}').touch(exist_ok=False)
     except FileExistsError:
         raise TakenTwice(f'trial {number}') from None
 
@@ -511,7 +516,7 @@ def attempt(
     trial,           # an optuna.Trial
 ) -> float:          # gain
     "What Optuna maximises: do the trial of a ticket and write down how it ended."
-    claim(search.folder, trial.number)
+    claim(search.folder, trial.study.user_attrs['id'], trial.number)
     trial.storage.record_heartbeat(trial._trial_id)    # at once: a worker that dies unseen is never missed
     optuna, study, ticket = optional_module('optuna', 'search'), trial.study, trial.user_attrs.get('ticket')
     others = [other for other in by_ticket(study).get(ticket, []) if other.number < trial.number]

@@ -7,9 +7,9 @@ __all__ = ['COUNTERS', 'LICHESS_COLUMNS', 'Player', 'Steps', 'World', 'Simulator
            'Puzzle', 'mating_moves', 'lichess_puzzle', 'epd_grades', 'epd_puzzle', 'bigbench_puzzle', 'suite_format',
            'suite_lines', 'parse_puzzles', 'read_puzzles', 'model_player', 'solve', 'pass_at_k', 'solve_chance',
            'suite_scores', 'mate_candidates', 'mate_puzzles', 'stands_out', 'tactic_puzzles', 'to_epd',
-           'shipped_puzzles', 'rules_world', 'model_simulator', 'model_world', 'self_play', 'self_play_scores',
-           'legal_choice', 'uci_board', 'uci_session', 'game_end', 'play_match', 'elo_difference', 'MatchElo',
-           'match_elo', 'match_scores', 'level_options', 'stockfish_opponent']
+           'shipped_puzzles', 'rules_world', 'model_simulator', 'model_world', 'check_games', 'self_play',
+           'self_play_scores', 'legal_choice', 'uci_board', 'uci_session', 'game_end', 'play_match', 'elo_difference',
+           'MatchElo', 'match_elo', 'match_scores', 'level_options', 'stockfish_opponent']
 
 # %% ../nbs/16_suites.ipynb #4d234f26
 import csv
@@ -175,6 +175,7 @@ def parse_puzzles(
     limit: int | None = None,  # at most so many, from the start; None: all
 ) -> list[Puzzle]:       # in the order of the lines
     """Read a suite, or say which line cannot be read."""
+    if limit is not None and limit < 1: raise SuiteError(f'limit={limit}: at least 1 puzzle, or None for all')
     lines = suite_lines(text)
     kind = suite_format(lines[0][1]) if lines else None
     if kind is None:
@@ -279,6 +280,7 @@ def suite_scores(
     table: pd.DataFrame,  # from solve
 ) -> pd.DataFrame:        # by metric: mean, low, high (95 %), n puzzles, chance (a uniformly random legal mover, exact)
     """Puzzles solved, first moves, legality, points where graded; pass@k for k = 2, 4, ... where answers repeat."""
+    if table.empty: raise SuiteError('no answer to score; only Lichess puzzles have ratings to choose by')
     by_puzzle = table.groupby('puzzle')
     found = table.groupby(['puzzle', 'sample'])['right'].all().groupby('puzzle').agg(['sum', 'count', 'mean'])
     first, once = table[table['step'] == 0].groupby('puzzle'), table[table['sample'] == 0].groupby('puzzle')
@@ -455,6 +457,15 @@ class _SelfGame:
                     'unreadable' if fen is None else '')
 
 # %% ../nbs/16_suites.ipynb #6af88b25
+def check_games(
+    fens: Sequence[str],  # openings
+    max_plies: int,       # where a game is broken off
+) -> None:
+    """Raise SuiteError where there would be no move to play."""
+    if not fens or max_plies < 1:
+        raise SuiteError(f'{len(fens)} openings, at most {max_plies} half-moves: at least one of each is needed')
+
+
 def self_play(
     player: Player,         # proposes the moves
     world: World,           # makes the next positions: rules_world, or a model_world
@@ -462,6 +473,7 @@ def self_play(
     max_plies: int = 200,   # where a game is broken off
 ) -> pd.DataFrame:          # one row a game: opening, legal, exact (half-moves), end (illegal, unreadable, over, limit)
     """Play games with oneself, all side by side, until a move is illegal in the true position."""
+    check_games(fens, max_plies)
     games = [_SelfGame(chess.Board(fen), chess.Board(fen).fen()) for fen in fens]
     while running := [game for game in games if not game.end]:
         for game, answer in zip(running, player([game.shown for game in running]), strict=True):
@@ -582,6 +594,7 @@ def play_match(
     seed: int = 0,          # of the random moves that replace illegal answers
 ) -> pd.DataFrame:          # one row a game: opening, colour, result (1, .5, 0), plies, best, listed, random, end
     """Play every opening with both colours, all games side by side."""
+    check_games(fens, max_plies)
     rng = random.Random(f'{seed} match')
     games = [_MatchGame(fen, colour, chess.Board(fen)) for fen in fens for colour in chess.COLORS]
     while running := [game for game in games if not game.end(max_plies)]:

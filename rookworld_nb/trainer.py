@@ -507,7 +507,7 @@ def find_failure(
     spike = None if mean is None or config.kl_spike_factor is None \
         else config.kl_spike_factor*max(mean, config.kl.kl_target)
     for name, limit in (('kl', config.kl_divergence_threshold), ('kl_95pct', config.kl_tail_threshold), ('kl', spike)):
-        if limit is not None and metrics.get(name, math.nan) > limit:
+        if limit is not None and limit < metrics.get(name, math.nan) < math.inf:    # what is not finite is skipped
             return f'{name} is {metrics[name]:.3g} nats per token, above {limit:.3g}'
     return f'{health.in_a_row} updates in a row were skipped' if health.in_a_row >= config.max_skipped else ''
 
@@ -688,8 +688,8 @@ class Trainer(Learner):
         source = iter(experiences)
         if not self.good: self.remember()
         if self.starved: self.stop_reason, self.starved = '', False
-        if self.step >= self.config.steps:
-            self.stop_reason = f'all {self.config.steps} steps are done'
+        done = f'all {self.config.steps} steps are done'
+        if self.step >= self.config.steps: self.stop_reason = done
         try:
             while not self.stop_reason:
                 start, experience = time.perf_counter(), next(source, None)
@@ -701,7 +701,7 @@ class Trainer(Learner):
                     experiences.clear()
                 goes_on = not self.failure or recover(self)
                 if goes_on and self.step >= self.config.steps:
-                    self.stop_reason = f'all {self.config.steps} steps are done'
+                    self.stop_reason = f'{done}; the last failed, taken back: {self.failure}' if self.failure else done
                 yield row | {'step_time': time.perf_counter() - start}
         finally:
             self.model.zero_grad(set_to_none=True)

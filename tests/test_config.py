@@ -36,7 +36,7 @@ def test_bad_settings_are_refused_at_once(changes, message):
 @pytest.mark.parametrize(('changes', 'said'), [
     ({'steps': True}, '--steps True: must be int'), ({'lr': np.float64(1e-4)}, 'must be float | None'), ({'seed': -1}, '--seed -1'), ({'seed': 2**32}, '--seed 4294967296'),
     ({'batch_positions': 0}, '--batch-positions 0: must be at least 1'), ({'steps': 2.5}, '--steps 2.5: must be int'), ({'seed': 1.5}, '--seed 1.5: must be int'),
-    ({'rank_timeout': '600'}, "--rank-timeout '600': must be float"), ({'mix_env_ratio': None}, '--mix-env-ratio None: must be float'), ({'lr': '1e-4'}, "--lr '1e-4': must be float | None"), ({'bf16': 'no'}, "--bf16 'no': must be bool")])
+    ({'rank_timeout': '600'}, "--rank-timeout '600': must be float"), ({'clip_range': None}, '--clip-range None: must be float'), ({'lr': '1e-4'}, "--lr '1e-4': must be float | None"), ({'bf16': 'no'}, "--bf16 'no': must be bool")])
 def test_values_of_another_kind_are_refused_when_the_configuration_is_made(changes, said):
     with pytest.raises(RunError, match=re.escape(said)): TrainConfig(**changes)
     assert TrainConfig(lr=1, kl_coef=0).lr == 1    # a whole number is a number

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from rookworld_nb import cli, model
-from rookworld_nb.config import TrainConfig
+from rookworld_nb.config import BY_SIZE, TrainConfig
 from rookworld_nb.monitor import metric_rows, read_completions
 from rookworld_nb.positions import by_task, is_rare, shipped, write_lines
 from rookworld_nb.rewards import RewardTerms
@@ -20,6 +20,7 @@ from rookworld_nb.rewards import RewardTerms
 SHORT = {'--steps': 3, '--batch-positions': 2, '--group-size': 4, '--max-new-tokens': 32, '--eval-policy': 0, '--eval-env': 0, '--seed': 3,
          '--mix-env-ratio': .5, '--max-positions': 60, '--warmup-steps': 0, '--device': 'cpu', '--lr': 1e-3, '--replays': 2,
          '--loss-type': 'dapo'}
+KL_COEF = BY_SIZE['small']['kl_coef']
 RARE = {sample.prompt: is_rare(sample) for sample in by_task(shipped('train'))['A']}
 
 
@@ -99,15 +100,15 @@ CASES = {
                         and run.rows[1]['clip_ratio/low_mean'] == plain.rows[1]['clip_ratio/low_mean']),
     'importance_level': ({'--importance-level': 'sequence'}, differs('ratio_max', 2)),
     'loss_type': ({'--loss-type': 'dr_grpo'}, differs('grad_norm', 1)),
-    'kl_coef': ({'--kl-coef': .5}, lambda plain, run: run.rows[1]['kl_loss'] == pytest.approx(25*plain.rows[1]['kl_loss'], rel=1e-3)),
+    'kl_coef': ({'--kl-coef': .5}, lambda plain, run: run.rows[1]['kl_loss'] == pytest.approx(.5/KL_COEF*plain.rows[1]['kl_loss'], rel=1e-3)),
     'kl_estimator': ({'--kl-estimator': 'forward'}, differs('kl_loss', 2)),
     'kl_unbiased': ({'--no-kl-unbiased': True}, differs('kl_loss', 2)),
     'kl_in_reward': ({'--kl-in-reward': True, '--kl-coef': .5, '--replays': 1}, lambda plain, run: 'kl_loss' not in run.rows[1]
                      and column(run, 'kl_penalty')[0] == pytest.approx(0, abs=1e-4) and abs(column(run, 'kl_penalty')[1]) > 1e-4),
-    'kl_control': ({'--kl-control': 'adaptive', '--replays': 1}, lambda plain, run: column(run, 'kl_coef') == pytest.approx([.02, .02, .02/1.5])),
+    'kl_control': ({'--kl-control': 'adaptive', '--replays': 1}, lambda plain, run: column(run, 'kl_coef') == pytest.approx([KL_COEF, KL_COEF, KL_COEF/1.5])),
     'kl_target': ({'--kl-control': 'adaptive', '--kl-target': 1e-9, '--replays': 1}, lambda plain, run: column(run, 'kl_coef')[2] > column(run, 'kl_coef')[1]),
-    'kl_warmup_steps': ({'--kl-warmup-steps': 2}, lambda plain, run: column(run, 'kl_coef') == [0, 0, .02]),
-    'kl_warmup_factor': ({'--kl-warmup-steps': 2, '--kl-warmup-factor': .5}, lambda plain, run: column(run, 'kl_coef') == [.01, .01, .02]),
+    'kl_warmup_steps': ({'--kl-warmup-steps': 2}, lambda plain, run: column(run, 'kl_coef') == [0, 0, KL_COEF]),
+    'kl_warmup_factor': ({'--kl-warmup-steps': 2, '--kl-warmup-factor': .5}, lambda plain, run: column(run, 'kl_coef') == [KL_COEF/2, KL_COEF/2, KL_COEF]),
     'kl_divergence_threshold': ({'--kl-divergence-threshold': 1e-7, '--max-recoveries': 0}, stops_early('above 1e-07')),
     'kl_tail_threshold': ({'--kl-tail-threshold': 1e-7, '--max-recoveries': 0}, stops_early('kl_95pct')),
     'kl_spike_factor': ({'--kl-spike-factor': 1.01, '--kl-target': 1e-9, '--max-recoveries': 0}, stops_early('diverged')),

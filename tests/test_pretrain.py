@@ -474,3 +474,16 @@ def test_a_damaged_shard_is_named(tmp_path):
     good = shipped('heldout')[0].line
     (tmp_path/'policy-0000.txt').write_text(f'{good}\n{good[:40]}\n')
     with pytest.raises(PretrainError, match='policy-0000.txt, line 2'): whole_shard(tmp_path/'policy-0000.txt')
+
+
+@pytest.mark.parametrize('fen, uci', [('7k/8/8/8/3n4/2B5/8/K7 w - - 0 1', 'c3d4'), ('8/4P3/2k5/8/8/8/8/K7 w - - 0 1', 'e7e8b')])
+def test_a_draw_is_a_draw_though_the_move_gives_check(fen, uci):
+    step = env_step(fen, uci, [uci])
+    assert step.terminated and step.reward == .5 and move_kind(chess.Board(fen), chess.Move.from_uci(uci)) == 'draw'
+
+
+def test_what_cannot_be_packed_or_looked_for_is_said(caplog):
+    assert len(pack('P', [('P: x', ' M: e2e4')], TOKENIZER)) == 0 and '1 of 1 rows left out' in caplog.text
+    for kind, fens in (('mates', FENS), ('mate', [])):
+        with pytest.raises(PretrainError, match='valid kinds'): find_kind(kind, fens, random.Random(0))
+    with pytest.raises(PretrainError, match='--seed 1.5'): PretrainConfig(seed=1.5)

@@ -32,7 +32,7 @@ from rookworld_nb.run import (Run, alone_in, closing_table, examine, heldout_sam
 from rookworld_nb.tasks import parse_env
 from rookworld_nb.weights import ModelNameError, load_pretrained, save_pretrained
 
-SHORT = TrainConfig(replays=2, steps=4, batch_positions=5, group_size=4, eval_policy=6, eval_env=3, eval_samples=2, save_every=2, warmup_steps=1,
+SHORT = TrainConfig(kl_coef=.02, mix_env_ratio=.2, replays=2, steps=4, batch_positions=5, group_size=4, eval_policy=6, eval_env=3, eval_samples=2, save_every=2, warmup_steps=1,
                     max_positions=60, temperature=.7, device='cpu')
 
 
@@ -319,7 +319,7 @@ def test_more_steps_can_be_added(tmp_path):
 
 def test_what_is_left_open_follows_from_the_size_of_the_model(tmp_path, monkeypatch):
     save_pretrained(*load_pretrained('nano'), tmp_path/'mine')
-    config = replace(TINY, model=str(tmp_path/'mine'), replays=None, batch_positions=None, minibatch_positions=None, lr=3e-4)
+    config = replace(TINY, model=str(tmp_path/'mine'), replays=None, batch_positions=None, minibatch_positions=None, lr=3e-4, mix_env_ratio=None)
     for limit, size in ((20_000_000, 'small'), (1000, 'large')):
         monkeypatch.setattr('rookworld_nb.config.SMALL', limit)
         run = Run(replace(config, output_dir=str(tmp_path/size)))
@@ -327,8 +327,9 @@ def test_what_is_left_open_follows_from_the_size_of_the_model(tmp_path, monkeypa
         stored, expected = json.loads((run.folder/'config.json').read_text()), BY_SIZE[size] | {'lr': 3e-4}
         assert {name: stored[name] for name in expected} == expected
         used = run.trainer.config, run.collector.config, run.buffer.config
-        assert [used[0].lr, used[0].loss_type, used[1].temperature, used[2].replays, run.prompts.batch_positions] == [
-            expected[name] for name in ('lr', 'loss_type', 'temperature', 'replays', 'batch_positions')]
+        assert [used[0].lr, used[0].loss_type, used[0].kl.kl_coef, used[1].temperature, used[2].replays, run.prompts.batch_positions,
+                run.prompts.stream.share] == [
+            expected[name] for name in ('lr', 'loss_type', 'kl_coef', 'temperature', 'replays', 'batch_positions', 'mix_env_ratio')]
 
 
 def test_as_many_steps_as_the_default_can_be_asked_for(whole):

@@ -84,7 +84,7 @@ def test_a_part_of_a_grid_is_a_random_part():
 @pytest.mark.parametrize('arguments, said', [
     (({}, ('lr=0..1',)), '--trials'), (({}, ('grid',), 0), '--trials 0'), (({'lr': 1e-4},), '--lr'), (({'group_size': 2},), '--group-size'), (({'auto_batch_size': True},), '--auto-batch-size'),
     (({'resume': True},), '--resume'), (({}, ('batch=1x2', 'group_size=2')), 'group_size'), (({}, ('kl_estimator=kl4',)), 'kl4'),
-    (({}, ('temperature=-1..1',), 3), 'temperature'), (({'eval_policy': 0, 'eval_env': 0},), '--eval-policy'),
+    (({}, ('temperature=-1..1',), 3), 'temperature'), (({'eval_policy': 0, 'eval_env': 0},), '--eval-policy'), (({'eval_policy': 1},), 'two held-out positions'),
     (({}, ('auto_batch_size=true|false',)), '--space auto_batch_size')])
 def test_a_study_that_cannot_be_is_refused(arguments, said):
     with pytest.raises(ValueError, match=said): Search(*arguments)
@@ -511,12 +511,11 @@ def test_settings_of_a_point():
 
 def test_a_trial_that_two_processes_took_is_done_by_one(tmp_path, monkeypatch):
     "What SQLite lets through: the second leaves without a word to the study."
-    claim(tmp_path, 3), claim(tmp_path, 4)
+    claim(tmp_path, 'a', 3), claim(tmp_path, 'a', 4), claim(tmp_path, 'b', 3)    # b: another database, for the same folder
     with pytest.raises(TakenTwice, match='trial 3'):
-        claim(tmp_path, 3)
-    assert sorted(path.name for path in (tmp_path/'taken').iterdir()) == ['3', '4']
+        claim(tmp_path, 'a', 3)
     monkeypatch.setattr(scale, 'reissue', lambda study: None)
     waiting = SimpleNamespace(state=SimpleNamespace(name='WAITING'), user_attrs={'ticket': 0})
     study = SimpleNamespace(get_trials=lambda **_: [waiting],    # until the other one has done it
-                            optimize=lambda *_, **__: waiting.user_attrs.update(ended={}) or claim(tmp_path, 4))
+                            optimize=lambda *_, **__: waiting.user_attrs.update(ended={}) or claim(tmp_path, 'a', 4))
     assert list(trials_of(SimpleNamespace(), study)) == []    # not an error, and no trial of this worker's

@@ -657,3 +657,11 @@ def test_after_a_position_that_cannot_be_no_move_is_named():
         said = list(uci_session(['position startpos', 'go', f'position fen {wrong}', 'go', 'position startpos', 'go', 'quit'], player))
         moves = [line for line in said if line.startswith('bestmove')]
         assert moves == ['bestmove e2e4', 'bestmove (none)', 'bestmove e2e4'] and sum('position left out' in line for line in said) == 1
+
+
+@pytest.mark.parametrize('ask', [
+    lambda: self_play(None, None, []), lambda: self_play(None, None, [START], max_plies=0), lambda: play_match(None, None, []),
+    lambda: parse_puzzles('4k3/8/4K3/8/8/8/8/7R w - - bm Rh8#;', limit=-1),
+    lambda: suite_scores(solve(lambda fens: [PolicyAnswer() for _ in fens], shipped_puzzles('mates')[:1])[:0])])
+def test_nothing_to_play_to_read_or_to_score_is_said(ask):
+    with pytest.raises(SuiteError, match='at least|no answer'): ask()

@@ -592,6 +592,17 @@ def test_a_limit_on_a_kl_that_nobody_measures_is_said_once(base, caplog, limit, 
     assert sum('no limit on it' in record.message for record in caplog.records) == warned
 
 
+def test_an_infinite_kl_is_a_skipped_update_and_no_divergence(model):
+    def spoilt():
+        for number, experience in enumerate(collector(model)):
+            if number == 1: experience.parts[0].ref_logprobs[0, 0] = -math.inf
+            yield experience
+    trainer = Trainer(model, config(steps=3))
+    rows = list(trainer.run(spoilt()))
+    assert rows[1]['kl'] == math.inf and [row['skipped_updates'] for row in rows] == [0, 1, 1]
+    assert trainer.health.recoveries == 0 and trainer.health.lr_scale == 1 and trainer.stop_reason == 'all 3 steps are done'
+
+
 def test_a_kl_that_is_no_number_is_a_skipped_update(base):
     "The reference has become NaN, and with a weight of 0 the loss does not show it."
     model, reference = copy.deepcopy(base), copy.deepcopy(base)
@@ -753,6 +764,14 @@ def test_a_diverged_run_goes_back_and_halves_its_rate(model):
     rates = [.1/2**sum(fall < row['step'] for fall in falls) for row in rows]
     assert [row['learning_rate'] for row in rows] == pytest.approx(rates)
     assert [row['recoveries'] for row in rows] == [sum(fall < row['step'] for fall in falls) for row in rows]
+
+
+def test_a_last_step_that_failed_is_said(model):
+    before = weights(model)
+    trainer = Trainer(model, config(steps=2, lr=.1, warmup_steps=0, kl_divergence_threshold=.3, max_recoveries=1))
+    rows = list(trainer.run(collector(model)))
+    assert len(rows) == 2 and rows[-1]['kl'] > .3 and same(model, before) and not trainer.diverged
+    assert trainer.stop_reason.startswith('all 2 steps are done; the last failed, taken back: kl is')
 
 
 def test_a_recovery_goes_back_to_what_was_remembered_last(model):
