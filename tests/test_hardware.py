@@ -108,7 +108,7 @@ def test_bf16_rounds_the_blocks_and_nothing_else():
 
 
 def test_the_first_update_check_knows_what_rounding_may_do():
-    tolerance = {name: TrainConfig(lr=1e-4, replays=1, loss_type='grpo', **setting).trainer.identity_tolerance for name, setting in {
+    tolerance = {name: TrainConfig(**setting).for_size(1).trainer.identity_tolerance for name, setting in {
         'exact': {}, 'highest': {'matmul_precision': 'highest'}, 'bf16': {'bf16': True}, 'TF32': {'matmul_precision': 'high'},
         'medium': {'matmul_precision': 'medium'}}.items()}
     assert tolerance == {'exact': 1e-3, 'highest': 1e-3, 'bf16': .1, 'TF32': .1, 'medium': .1}
