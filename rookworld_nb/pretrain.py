@@ -256,7 +256,7 @@ def move_kind(
     return kind
 
 # %% ../nbs/11_pretrain.ipynb #87c0af09
-#: Chance of each way at a draw; one that the position lacks is drawn anew, so `check` ends at an eighth.
+#: Chance of each way to be chosen; one that the position lacks is chosen anew, so `check` ends at an eighth.
 ILLEGAL_SHARES = {'nobody': .05, 'opponent': .10, 'reach': .25, 'target': .10, 'blocked': .25, 'check': .25}
 
 
