@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['logger', 'SUMS', 'PROFILES', 'ASIDE', 'CheckpointError', 'file_sum', 'force_to_disk', 'write_checkpoint',
            'read_checkpoint', 'left_aside', 'put_back', 'sweep', 'checkpoint_step', 'checkpoints_of', 'first_whole',
-           'newest_checkpoint', 'cut_logs', 'fingerprint', 'model_bytes']
+           'newest_checkpoint', 'checkpoint_sums', 'cut_logs', 'fingerprint', 'model_bytes']
 
 # %% ../nbs/20_checkpoint.ipynb #596237e1
 import hashlib
@@ -170,6 +170,14 @@ def newest_checkpoint(
         raise CheckpointError(f'no checkpoint in {folder} can be read (the log says why); nothing was changed')
     age = lambda pair: (pair[1]['trainer']['step'], len(pair[1]['events']))
     return max(whole, key=age, default=None)    # the final one where all is equal
+
+# %% ../nbs/20_checkpoint.ipynb #c98438a9
+def checkpoint_sums(
+    folder: Path,  # a run folder
+) -> dict[str, bytes]:  # checkpoint -> what its SHA256SUMS holds
+    "What the checkpoints of a run are, without reading them: it is another one as soon as one is written or goes."
+    written = [path/SUMS for path in (*checkpoints_of(folder), folder/'final_checkpoint')]
+    return {path.parent.name: path.read_bytes() for path in written if path.exists()}
 
 # %% ../nbs/20_checkpoint.ipynb #d7a9233d
 def cut_logs(

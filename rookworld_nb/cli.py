@@ -464,7 +464,8 @@ def positions_in(
     from rookworld_nb.positions import labelled_in
     from rookworld_nb.tasks import parse_policy
     *lines, torn = path.read_bytes().decode(errors='replace').split('\n') if path.exists() else ['']
-    good = [parse_policy(line).fen is not None for line in lines] + ['P: '.startswith(torn[:3])]
+    begun = 'P: '.startswith(torn[:3]) and re.fullmatch(r'[1-8pnbrqkPNBRQK/]*( .*)?', torn[3:])
+    good = [*(parse_policy(line).fen is not None for line in lines), bool(begun)]
     if not all(good):
         raise UsageError(f'{path}, line {good.index(False) + 1}: not a P: line; label adds only to files of its own')
     return labelled_in(path)

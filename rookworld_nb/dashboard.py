@@ -479,7 +479,7 @@ class Face(Controls):
         progress: Progress,  # of the run
     ) -> None:
         """Refresh the cheap things: words, bar and light; the buttons too, once they have done their work."""
-        halt = next((word for word in ('stopped', 'failed', 'ended', 'paused') if getattr(self, word)), '').capitalize()
+        halt = next((word for word in ('failed', 'stopped', 'ended', 'paused') if getattr(self, word)), '').capitalize()
         self.status.value, self.bar.value = progress.text(halt), progress.step
         self.light.value = light_html(progress.light) if progress.step else ''
         self.pause.description, self.pause.icon = ('Resume', 'play') if self.paused else ('Pause', 'pause')

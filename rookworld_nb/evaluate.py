@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['REWARD', 'MULTIPV', 'POLICY_METRICS', 'ENV_METRICS', 'TASK_METRICS', 'EVAL_CLIP', 'ROUNDING', 'OUTCOMES', 'CLASSES',
-           'KEYS', 'HELDOUT_COLUMNS', 'RECALL_COLUMNS', 'TaskMetric', 'clip_pawns', 'best_move_metrics',
+           'KEYS', 'HELDOUT_COLUMNS', 'FEW', 'RECALL_COLUMNS', 'TaskMetric', 'clip_pawns', 'best_move_metrics',
            'policy_metrics', 'outcome', 'move_class', 'env_metrics', 'EvaluationError', 'metrics_table', 'completions',
            'evaluate', 'chance_line', 'bootstrap_interval', 'wilson_interval', 'mean_interval', 'by_prompt',
            'summarise', 'select_rows', 'recall_table', 'Difference', 'paired_difference', 'compare']
@@ -191,6 +191,8 @@ def metrics_table(
     scorer: RewardScorer | None = None,  # pays the reward column; None is the default configuration
 ) -> pd.DataFrame:                       # one row a completion, HELDOUT_COLUMNS; NaN for the other task's metrics
     """Measure given completions."""
+    if isinstance(texts, str):
+        raise EvaluationError(f'texts must be a list of completions, not the text {texts!r:.60}')
     if not samples or not texts or len(texts) % len(samples):
         raise EvaluationError(f'{len(texts)} texts for {len(samples)} samples: give the same number for each sample')
     group = len(texts)//len(samples)
@@ -290,6 +292,8 @@ def wilson_interval(
     z: float = 1.96,       # normal quantile; 1.96 is 95 %
 ) -> tuple[float, float]:  # lower and upper bound of the share
     """Interval of a proportion that stays honest at 0, at 1 and for few trials (Wilson 1927)."""
+    if not 0 <= successes <= trials:
+        raise EvaluationError(f'{successes} successes in {trials} trials: must be 0 to {trials}')
     if trials == 0:
         return 0., 1.
     share, extra = successes/trials, z*z/trials
@@ -297,16 +301,20 @@ def wilson_interval(
     return max(0., (centre - half)/(1 + extra)), min(1., (centre + half)/(1 + extra))
 
 # %% ../nbs/15_evaluate.ipynb #a1c5e0d7
+FEW = 10    # prompts' worth of successes, or of failures, below which the bootstrap of a share is not trusted
+
+
 def mean_interval(
     values: np.ndarray,     # (n,) one value a unit, NaN left out
-    shares: bool = True,    # zeros and ones are yes and no; False: any measure, which may happen to be 0 and 1
+    shares: bool = True,    # yes and no, or fractions between; False: any measure, which may happen to be 0 and 1
     resamples: int = 1000,  # of the bootstrap
     seed: int = 0,          # of the bootstrap
 ) -> dict[str, float]:      # mean, low, high (95 %), n
-    """Mean with Wilson's interval where every value is yes or no, none where all are equal, else the bootstrap's."""
+    """Mean with Wilson's interval for yes and no and for shares near 0 or 1, else the bootstrap's, or none."""
     values = values[~np.isnan(values)]
-    if shares and len(values) and np.isin(values, (0, 1)).all():
-        low, high = wilson_interval(int(values.sum()), len(values))
+    few = min(values.sum(), len(values) - values.sum()) < FEW
+    if shares and len(values) and (few or np.isin(values, (0, 1)).all()):
+        low, high = wilson_interval(values.sum(), len(values))
     elif len(values) and np.ptp(values) > ROUNDING:
         low, high = bootstrap_interval(values, resamples, seed)
     else:
@@ -385,18 +393,20 @@ class Difference(NamedTuple):
 # %% ../nbs/15_evaluate.ipynb #db458e1b
 def paired_difference(
     before: pd.DataFrame,              # one row a completion
-    after: pd.DataFrame,               # the same prompts at the same temperatures, measured later
+    after: pd.DataFrame,               # the same prompts in the same order, measured later
     column: str,                       # metric to compare
     task: str | None = None,           # only this task's rows; None keeps all
-    temperature: float | None = None,  # only this temperature's rows; None keeps all
+    temperature: float | None = None,  # only this temperature's rows; None where there is one
 ) -> Difference:                       # mean, standard error, z, n
-    """Mean paired difference over prompts; the samples of a prompt are averaged first."""
+    """Mean paired difference over prompts, which are known by their number; samples of a prompt are averaged first."""
     before, after = select_rows(before, task, temperature), select_rows(after, task, temperature)
     keys = [set(zip(table['task'], table['temperature'], table['prompt'])) for table in (before, after)]
     if keys[0] != keys[1] or not keys[0]:
         both = len(keys[0] & keys[1])
         raise EvaluationError(f'{len(keys[0])} prompts before and {len(keys[1])} after, {both} of them in both: '
                               'a paired difference needs the same prompts, tasks and temperatures')
+    if len(levels := before['temperature'].unique()) > 1:    # each prompt would count once at each
+        raise EvaluationError(f'a paired difference needs one temperature of {", ".join(f"{t:g}" for t in levels)}')
     gaps = (by_prompt(after, column) - by_prompt(before, column)).dropna().to_numpy()
     if len(gaps) < 2:
         return Difference(float(gaps.sum()) if len(gaps) else math.nan, math.nan, math.nan, len(gaps))
@@ -411,7 +421,7 @@ def compare(
     chance: pd.Series | None = None,  # chance line of the samples, adds a column
 ) -> pd.DataFrame:                    # by (task, temperature, metric): before, after, difference, standard_error, z, n
     """The before/after table, every metric at every temperature; all means are over the n prompts with both values."""
-    rows, settings = [], set(zip(before['task'], before['temperature']))
+    rows, settings = [], {setting for each in (before, after) for setting in zip(each['task'], each['temperature'])}
     for task, temperature in sorted(settings, key=lambda setting: (setting[0] != 'P', -setting[1])):
         for metric in TASK_METRICS[task]:
             change = paired_difference(before, after, metric, task, temperature)

@@ -5,11 +5,11 @@
 # %% auto #0
 __all__ = ['PRECISIONS', 'COMPILE_MODES', 'logger', 'CGROUPS', 'SIZES', 'OUT_OF_MEMORY', 'ALONE', 'HardwareError',
            'HardwareConfig', 'matmul_error', 'exact_precision', 'forward_operations', 'group_operations',
-           'product_rate', 'set_allocator', 'prepare_model', 'machine_name', 'use_hardware', 'KeptForBackward', 'Kept',
-           'tensor_bytes', 'kv_cache_bytes', 'adam_bytes', 'proc_bytes', 'container_room', 'trim_memory', 'reset_peak',
-           'peak_memory', 'total_memory', 'MemoryProfile', 'is_out_of_memory', 'completes', 'memory_limit', 'unchanged',
-           'BatchSearch', 'search_batch', 'profile_lines', 'RankError', 'in_company', 'Ranks', 'add_up', 'agree',
-           'told_to_end', 'has_own_gpu', 'torchrun', 'torch_device']
+           'product_rate', 'measured_rate', 'set_allocator', 'prepare_model', 'machine_name', 'use_hardware',
+           'KeptForBackward', 'Kept', 'tensor_bytes', 'kv_cache_bytes', 'adam_bytes', 'proc_bytes', 'container_room',
+           'trim_memory', 'reset_peak', 'peak_memory', 'total_memory', 'MemoryProfile', 'is_out_of_memory', 'completes',
+           'memory_limit', 'unchanged', 'BatchSearch', 'search_batch', 'profile_lines', 'RankError', 'in_company',
+           'Ranks', 'add_up', 'agree', 'told_to_end', 'has_own_gpu', 'torchrun', 'torch_device']
 
 # %% ../nbs/10_hardware.ipynb #93a7b872
 import ctypes
@@ -75,6 +75,8 @@ def matmul_error(
     size: int = 512,              # of the matrices, square
 ) -> float:                       # relative error of a product: float32 3e-7, TF32 about 3e-4, bfloat16 2e-3
     "What a level costs on this device; the level in force stays as it was."
+    if precision not in PRECISIONS[1:]:
+        raise HardwareError(f'precision {precision!r}: valid: {", ".join(PRECISIONS[1:])}')
     noise = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(size, size, generator=noise) for _ in range(2))
     exact, before = F.linear(x.double(), weight.double()), torch.get_float32_matmul_precision()
@@ -113,13 +115,22 @@ def group_operations(
     pairs = (prompts*(prompts + 1)//2).sum() + (prompts[:, None]*read + read*(read + 1)//2).sum()
     return forward_operations(cfg, int(prompts.sum() + read.sum()), int(pairs), int(completions.sum()))
 
-
-@lru_cache
+# %% ../nbs/10_hardware.ipynb #1d597150
 def product_rate(
     device: torch.device,  # where to multiply
     bf16: bool,            # in bfloat16, else in float32 at the level in force
 ) -> float:                # floating point operations a second
-    "What large matrix products reach on this machine, the fastest of a few; measured once a process."
+    "What large matrix products reach on this machine."
+    return measured_rate(device, bf16, torch.get_float32_matmul_precision(), torch.get_num_threads())
+
+
+@lru_cache
+def measured_rate(
+    device: torch.device,  # where to multiply
+    bf16: bool,            # in bfloat16, else in float32
+    *settings: str | int,  # what else decides: the level in force, the threads
+) -> float:                # floating point operations a second
+    "The fastest of a few large products; measured once a process for each setting."
     from torch.utils.benchmark import Timer    # brings the tools that build extensions, which look for CUDA aloud
     size = 8192 if device.type == 'cuda' else 1024
     noise = torch.Generator(device).manual_seed(0)
@@ -268,7 +279,9 @@ def proc_bytes(
         text = Path(path).read_text(encoding='ascii')
     except FileNotFoundError:
         raise HardwareError('memory in use is read from /proc, which only Linux has; give --batch-positions') from None
-    return 1024*int(re.search(rf'^{name}:\s+(\d+) kB', text, re.MULTILINE)[1])
+    if (found := re.search(rf'^{name}:\s+(\d+) kB', text, re.MULTILINE)) is None:
+        raise HardwareError(f'{path} does not say {name}; give --batch-positions')
+    return 1024*int(found[1])
 
 
 #: Control groups, version 2 and 1: line of this process, folder, names of limit, use and cached files.
@@ -393,7 +406,7 @@ def memory_limit(
 def unchanged(
     model: nn.Module,  # may be trained inside
 ) -> Iterator[None]:
-    "Whatever happens inside, weights and random numbers are afterwards as before, and there are no gradients."
+    "Whatever happens inside, weights and random numbers (torch's and Python's) are as before, and no gradient is left."
     weights = {name: value.detach().cpu().clone() for name, value in model.state_dict().items()}
     lots, device = random.getstate(), next(model.parameters()).device
     with torch.random.fork_rng([device] if device.type == 'cuda' else []):    # and no other GPU is woken

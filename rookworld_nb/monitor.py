@@ -605,7 +605,7 @@ def metrics_line(
     metrics: Mapping[str, float],  # one row; step and time in it
 ) -> str:                          # one JSON object and a line feed
     """A row as JSON; a value that is not a number is an error that names it."""
-    row = {name: value.item() if hasattr(value, 'item') else value for name, value in metrics.items()}
+    row = {name: value.item() if getattr(value, 'ndim', 1) == 0 else value for name, value in metrics.items()}
     if wrong := {name: value for name, value in row.items() if not isinstance(value, Real)}:
         raise MetricError(f'metrics are numbers, but got {wrong}')
     return json.dumps(plain(row), allow_nan=False) + '\n'
@@ -674,7 +674,8 @@ class RunWriter(RunFolder):
     ) -> str:                          # what the console shows: the step's line, and a report when one is due
         """Append one optimiser step to metrics.jsonl and its console lines to train.log."""
         row = {'step': values_of(metrics, 'step')[0], 'time': time.time()} | dict(metrics)
-        (step, reward), line = values_of(row, 'step', 'reward'), metrics_line(row)
+        (step, reward, _), line = values_of(row, 'step', 'reward', 'reward_std'), metrics_line(row)
+        if not step.is_integer(): raise MetricError(f'step {step}: must be a whole number')
         self.rewards = {s: r for s, r in self.rewards.items() if s < step}
         if math.isfinite(reward): self.rewards[step] = reward
         text = console_line(row, max(self.rewards.values(), default=reward), self.prompts)

@@ -274,6 +274,7 @@ class Replay:
         thoughts: list[Thought],  # of `play_game`, at least one
         names: tuple[str, str] = ('White', 'Black'),  # who plays
     ) -> None:
+        if not thoughts: raise ValueError('a replay needs at least one ply: the game was over before it began')
         self.thoughts, self.names = thoughts, names
         self.slider = w.IntSlider(max=len(thoughts), description='ply', layout={'width': '420px'})
         self.motion, self.view = w.Play(max=len(thoughts), interval=900), w.HTML()

@@ -94,7 +94,7 @@ def text_file(
     except EOFError:
         raise DataError(f'{path} ends in the middle; fetch it again') from None
     except (UnicodeDecodeError, gzip.BadGzipFile, zlib.error) as error:
-        raise DataError(f'{path} is neither plain text nor .gz (unpack .zst first): {error}') from None
+        raise DataError(f'{path} is neither UTF-8 text nor .gz (unpack .zst first): {error}') from None
 
 
 def data_files(
@@ -386,13 +386,15 @@ def policy_line(
     shuffled = random.Random(f'{seed} {fen}').sample(candidates, len(candidates))
     return format_policy(fen, [c.uci for c in shuffled], [c.pawns for c in shuffled], candidates[0].uci, padded)
 
-
+# %% ../nbs/04_positions.ipynb #0044271d
 def fen_in(
     line: str,  # a FEN, or a JSON object with `fen`, as `rookworld positions` writes it
-) -> str:       # the FEN; a line that has none, as it is
+) -> str:       # the FEN, in its one spelling; a line that has none, as it is
     "Find the position in a line."
     text = line.strip()
-    try: text = str(json.loads(text).get('fen', text)) if text.startswith('{') else text
+    try:
+        if text.startswith('{'): text = str(json.loads(text).get('fen', text))
+        if len(text.split()) == 6: return parse_board(text).fen()
     except ValueError: pass    # it is no position, and will be refused as it is
     return ' '.join(text.split())
 
@@ -440,7 +442,7 @@ class Labelling:
         "A file of a shard."
         return self.folder/f'{kind}-{shard:04d}'
 
-
+# %% ../nbs/04_positions.ipynb #96e5a548
 def labelled_in(
     path: Path,  # of P: lines, perhaps cut off in the middle of one; may be absent
 ) -> set[str]:   # FENs
@@ -448,9 +450,11 @@ def labelled_in(
     lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
     if lines and not lines[-1].endswith(b'\n'):
         answer = parse_policy(lines[-1].decode(errors='replace'))
-        if answer.well_formed and answer.best in answer.moves:    # b7b8q cut off in the last letter is b7b8
+        if answer.has_form() and answer.best in answer.moves:    # b7b8q cut off in the last letter is b7b8
             with open(path, 'ab') as file: file.write(b'\n')
-        else: os.truncate(path, path.stat().st_size - len(lines.pop()))
+        else:
+            logger.warning('%s: the last line is torn, and cut off: %r', path.name, lines[-1][:80])
+            os.truncate(path, path.stat().st_size - len(lines.pop()))
     return {line.decode()[3:].partition('M:')[0].strip() for line in lines}
 
 # %% ../nbs/04_positions.ipynb #8abb9d83
@@ -754,7 +758,7 @@ class Blend:
 def is_rare(
     sample: Sample,  # of task A
 ) -> bool:           # a mate, a draw or an illegal move, by its stored answer
-    "Whether a flag is set at the end of an A: answer."
+    "Whether a flag is set at the end of an A: answer; the rules are not asked."
     answer = parse_env(sample.completion)
     return bool(answer.terminated or answer.truncated)
 

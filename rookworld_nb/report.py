@@ -29,7 +29,7 @@ from html import escape
 from io import BytesIO
 from itertools import cycle
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, NoneType
 from typing import Any
 
 import numpy as np
@@ -143,7 +143,7 @@ def ending(
     steps = run.summary.get('steps', run.done)
     if not isinstance(steps, int):
         raise ReportError(f'{run.folder/"summary.json"}: steps is {steps!r}, not a number')
-    if run.summary.get('stop_reason') and steps >= run.done:
+    if run.summary.get('stop_reason') and steps == run.done:
         return str(run.summary['stop_reason'])
     if run.done == run.config.get('steps'):
         return f'all {run.done} steps are logged, and no evaluation followed'
@@ -601,6 +601,8 @@ def draw(
         pictures['differences'] = plot_differences(table)
     if run.rows:
         target = run.config.get('kl_target') if run.config.get('kl_control') == 'adaptive' else None
+        if not isinstance(target, (int, float, NoneType)):
+            raise ReportError(f'{run.folder/"config.json"}: kl_target is {target!r}, not a number')
         pictures['curves'] = plot_curves(run.metrics, target)
         pictures['bands'] = plot_bands(run.metrics)
         pictures |= {f'task_{task}': plot_task(run.metrics, task) for task in TASKS}
@@ -811,7 +813,7 @@ def settings_section(
     differing = table_of(['setting', 'value', 'default'], changed) if changed else element('p', 'All are the defaults.')
     note = ('It writes a folder of its own; '
             + ('this run was steered by hand, and the command repeats it without that.' if read_events(run.folder) else
-               'the same seed on the same kind of machine gives the same numbers.'))
+               'the same seed on the same kind of machine gives the same numbers, unless the run was made longer.'))
     return section(
         'Settings', differing,
         element('details', element('summary', f'All {len(whole)} settings'), table_of(['setting', 'value'], whole)),

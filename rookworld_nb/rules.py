@@ -324,9 +324,11 @@ class Stockfish(_KeptEngine):
         cache: AnalysisCache | str | Path | None = None,  # answers on disk; a path opens one
         fresh: bool = True,                              # forget before each position; False: faster, order-dependent
     ):
+        for name, value, most in (('nodes', nodes, 2**63 - 1), ('multipv', multipv, 500), ('hash_mb', hash_mb, 2**25)):
+            if not isinstance(value, int) or not 1 <= value <= most:
+                raise EngineError(f'{name}={value!r}; it must be a whole number of 1 to {most}')
         if timeout is None: timeout = max(10., nodes/50_000)
-        for name, value in (('nodes', nodes), ('multipv', multipv), ('hash_mb', hash_mb), ('timeout', timeout)):
-            if not value > 0: raise EngineError(f"{name}={value!r}; it must be positive")
+        if not timeout > 0: raise EngineError(f'timeout={timeout!r}; it must be positive')
         super().__init__(find_stockfish(path), {'Threads': 1, 'Hash': hash_mb, 'MultiPV': multipv}, timeout)
         self.nodes, self.multipv, self.fresh = nodes, multipv, fresh
         self.settings = f'nodes={nodes} multipv={multipv} hash={hash_mb} fresh={fresh}'

@@ -8,8 +8,8 @@ __all__ = ['logger', 'SIGHT', 'ENDINGS', 'SHOWN', 'apart_from_evaluation', 'trai
            'trial_run', 'memory_components', 'profile_batches', 'choose_batch', 'examine', 'glance', 'run_summary',
            'finish', 'origin_of', 'run_state', 'save_run', 'restore_run', 'resumed_config', 'asked_for', 'NoWriter',
            'interrupted_afterwards', 'terminated_as_interrupted', 'make_folder', 'alone_in', 'check_settled',
-           'writer_of', 'starting_config', 'Run', 'next_row', 'write_events', 'read_events', 'levers', 'steer',
-           'closing_table', 'first_update_line', 'train']
+           'alone_and_current', 'writer_of', 'starting_config', 'Run', 'next_row', 'write_events', 'is_event',
+           'read_events', 'levers', 'steer', 'closing_table', 'first_update_line', 'train']
 
 # %% ../nbs/21_run.ipynb #b15f4c93
 import copy
@@ -33,8 +33,8 @@ from tqdm import tqdm
 from .buffer import (
     Collector, RolloutBuffer, buffer_state, check_room, collector_state, restore_buffer, restore_collector)
 from .checkpoint import (
-    PROFILES, checkpoint_step, checkpoints_of, cut_logs, fingerprint, model_bytes, newest_checkpoint, put_back,
-    sweep, write_checkpoint)
+    PROFILES, checkpoint_step, checkpoint_sums, checkpoints_of, cut_logs, fingerprint, model_bytes,
+    newest_checkpoint, put_back, sweep, write_checkpoint)
 from .config import FREE, MOVABLE, OPEN, RunError, TrainConfig
 from .credit import PartCredit
 from .evaluate import chance_line, compare, evaluate, recall_table, select_rows
@@ -376,6 +376,7 @@ def save_run(
     done = [path for path in checkpoints_of(run.folder) if run.settled and checkpoint_step(path) <= run.trainer.step]
     for old in done[:-run.config.keep_checkpoints]:    # one with a higher number is broken: it was passed over
         shutil.rmtree(old)
+    run.sums = checkpoint_sums(run.folder)
 
 # %% ../nbs/21_run.ipynb #b8a98820
 def restore_run(
@@ -384,6 +385,7 @@ def restore_run(
     "Go on from the newest whole checkpoint; without one, from the start."
     if run.ranks.first: put_back(run.folder)
     run.ranks.gather(None)    # nobody looks before that is done
+    run.sums = checkpoint_sums(run.folder)    # before one is read: what another run writes from here on is noticed
     if (found := newest_checkpoint(run.folder)) is None:
         if run.ranks.first: logger.warning('no checkpoint in %s yet: the run begins again', run.folder)
         return
@@ -535,6 +537,20 @@ def check_settled(
         raise RunError(f'a step was broken off: go on with a new Run, --resume and --output-dir {run.folder}')
 
 # %% ../nbs/21_run.ipynb #af9073e4
+@contextmanager
+def alone_and_current(
+    run: 'Run',  # about to start
+) -> Iterator[None]:
+    "Keep other runs out of its folder; RunError where one goes on there, or has left this run's state behind."
+    with alone_in(run.folder):
+        if not run.config.resume and not run.trainer.step and (run.folder/'config.json').exists():
+            raise RunError(f'--output-dir {run.folder}: another run has begun there in the meantime; give a new folder')
+        if checkpoint_sums(run.folder) != run.sums:
+            raise RunError(f'--output-dir {run.folder}: its checkpoints are others than when this run was set up or '
+                           'last saved: another run has gone on there; make a new Run, with --resume')
+        yield
+
+
 def writer_of(
     run: 'Run',  # about to start
 ) -> RunWriter | NoWriter:
@@ -545,8 +561,6 @@ def writer_of(
         sweep(run.folder)
         cut_logs(run.folder, run.trainer.step)
         write_events(run.folder, run.events)
-    elif not run.trainer.step and (run.folder/'config.json').exists():
-        raise RunError(f'--output-dir {run.folder}: another run has begun there in the meantime; give a new folder')
     return RunWriter(run.folder, asdict(run.config), run.prompts.batch_positions)
 
 # %% ../nbs/21_run.ipynb #edff0146
@@ -574,9 +588,9 @@ class Run(Setup):
         super().__init__(starting_config(config, ranks), ranks)
         self.started, self.console = time.perf_counter(), ''    # the latest step's line for the console
         self.events: list[dict[str, Any]] = []    # what was done by hand, in order
-        self.profiles = None    # of memory, where the size of the batch was searched for
+        self.profiles, self.settled = None, True    # of memory, if searched; whether this is between two steps
         self.saved, self.holds = 0, False    # step of the newest checkpoint to resume; other runs are kept out already
-        self.settled = True     # between two steps, where a checkpoint can be resumed
+        self.sums: dict[str, bytes] = {}    # of the checkpoints, as this run knows them
         with ExitStack() as undo:
             undo.callback(self.close)
             self.origin = origin_of(self)
@@ -593,7 +607,7 @@ class Run(Setup):
     ) -> Iterator[dict[str, float]]:  # metrics by name, one row per optimiser step
         "Train, and write everything down as it happens; the final checkpoint is written however the loop ends."
         check_settled(self)
-        alone = nullcontext() if self.holds or not self.ranks.first else alone_in(self.folder)
+        alone = nullcontext() if self.holds or not self.ranks.first else alone_and_current(self)
         with terminated_as_interrupted(), alone, writer_of(self) as writer:
             source = self.trainer.run(self.buffer)
             try:
@@ -642,6 +656,15 @@ def write_events(
         write_atomic(path, ''.join(json.dumps(event) + '\n' for event in events))
 
 
+def is_event(
+    value: Any,  # read from a file
+) -> bool:
+    "Whether it is what `steer` writes down."
+    kinds = {'step': int, 'time': (int, float), 'event': str, 'before': (int, float), 'value': (int, float)}
+    given = {'before': 0, 'value': 0} | value if isinstance(value, dict) else {}
+    return kinds.keys() <= given.keys() and all(isinstance(given[name], kind) for name, kind in kinds.items())
+
+
 def read_events(
     folder: Path,  # a run folder
 ) -> list[dict[str, Any]]:  # in order; empty where nothing was done by hand
@@ -650,6 +673,7 @@ def read_events(
     for number, line in enumerate(path.read_text(encoding='utf-8').splitlines() if path.exists() else (), 1):
         try: events.append(json.loads(line))
         except ValueError as error: raise RunError(f'{path}, line {number}: {error}') from None
+        if not is_event(events[-1]): raise RunError(f'{path}, line {number}: no record of something done by hand: {line:.60}')
     return events
 
 # %% ../nbs/21_run.ipynb #29eee9c2
@@ -724,7 +748,7 @@ def train(
         say(planned_work(run))
         say(f'Hardware: {run.hardware}')
         if ranks.first:    # a place that cannot be written to, or where another run goes on, costs no examination
-            stack.enter_context(alone_in(run.folder))
+            stack.enter_context(alone_and_current(run))
             run.holds = True
         before = examine(run, run.reference) if run.heldout else None
         with tqdm(total=run.config.steps, initial=run.trainer.step, unit='step', dynamic_ncols=True,

@@ -10,6 +10,7 @@ __all__ = ['COLDEST', 'TILE_ELEMENTS', 'SamplingError', 'PromptLengthError', 'dr
 # %% ../nbs/06_sampling.ipynb #2781073b
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from numbers import Integral, Real
 
 import torch
 from tokenizers import Tokenizer
@@ -175,9 +176,9 @@ def check_request(
     if isinstance(prompts, str): raise SamplingError(f'prompts must be a list of texts, not the text {prompts!r}')
     if len(prompts) == 0: raise SamplingError('prompts is empty; at least one prompt is needed')
     for name, value in (('group_size', group_size), ('max_new_tokens', max_new_tokens)):
-        if type(value) is not int or value < 1:
+        if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
             raise SamplingError(f'{name}={value!r}; it must be a whole number of at least 1')
-    if not (temperature == 0 or COLDEST <= temperature < float('inf')):
+    if not isinstance(temperature, Real) or not (temperature == 0 or COLDEST <= temperature < float('inf')):
         raise SamplingError(f'temperature={temperature!r}; it must be 0 (greedy) or finite and at least {COLDEST}')
 
 

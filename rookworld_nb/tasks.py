@@ -11,6 +11,7 @@ __all__ = ['MAX_MOVES', 'HISTORY_PLIES', 'FIELD_WIDTHS', 'ANSWER_TOKENS', 'TaskF
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Real
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -61,7 +62,7 @@ def _check_plain(name: str, text: str) -> str:
     return text
 
 def _pawns(value: float) -> str:
-    text = str(round(float(value), 2) + 0.0)   # + 0.0 turns -0.0 into 0.0
+    text = str(round(float(value), 2) + 0.0) if isinstance(value, Real) else ''   # + 0.0 turns -0.0 into 0.0
     if not _NUMBER.fullmatch(text): raise TaskFormatError(f"an evaluation must be pawns, below 10**9, not {value!r}")
     return text
 
@@ -86,9 +87,9 @@ def format_policy(
     if bad := [m for m in moves if not (isinstance(m, str) and is_uci(m))]:
         raise TaskFormatError(f"{bad[0]!r} is not a UCI move such as e2e4 or e7e8q")
     if len(set(moves)) != len(moves): raise TaskFormatError(f"moves must be distinct: {' '.join(moves)}")
+    written = ' '.join(map(_pawns, evals))
     if best is None: best = moves[max(range(len(evals)), key=lambda i: evals[i])]
     if best not in moves: raise TaskFormatError(f"the best move {best!r} is not one of {' '.join(moves)}")
-    written = ' '.join(map(_pawns, evals))
     if not padded: return f"{policy_prompt(fen)} M: {' '.join(moves)} E: {written} B: {best}"
     fen_width, moves_width, evals_width = FIELD_WIDTHS.values()
     return (f"{policy_prompt(fen):{3 + fen_width}}M: {' '.join(moves):{moves_width}}"
@@ -102,6 +103,7 @@ def env_prompt(
 ) -> str:                                  # the part of an A: line that the model is given, up to its third '+'
     "The prompt of the environment task; at most the last ten plies are shown."
     _check_plain('the move', uci)
+    if isinstance(history, str): raise TaskFormatError(f'the history must be a list of moves, not the text {history!r}')
     history = (uci,) if history is None else tuple(history)
     shown = ' '.join(_check_plain('a move of the history', ply) for ply in history[-HISTORY_PLIES:])
     return f'A: {_check_fen(fen)}+{uci}+{shown}+'
@@ -117,7 +119,7 @@ def format_env(
     truncated: bool,                # the move was illegal
 ) -> str:                           # an A: line without a line end
     "An environment line: position, move, history, next position, reward, two flags."
-    if not _NUMBER.fullmatch(written := str(float(reward) + 0.0)):
+    if not isinstance(reward, Real) or not _NUMBER.fullmatch(written := str(float(reward) + 0.0)):
         raise TaskFormatError(f"the reward must be a finite number of up to 9 + 9 digits, not {reward!r}")
     for name, flag in (('terminated', terminated), ('truncated', truncated)):
         if flag not in (0, 1): raise TaskFormatError(f"{name} must be a flag, 0 or 1, not {flag!r}")

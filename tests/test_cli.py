@@ -14,6 +14,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Literal, get_args, get_origin
 
+import chess
 import pandas as pd
 import pytest
 import torch
@@ -235,7 +236,7 @@ MISTAKES = [
     ('generate --model no/such/folder', PROMPT, ['no/such/folder']),
     ('generate --model here', PROMPT, ['here']),
     ('eval --model run', '', ['run folder', 'run/final_checkpoint']), ('eval --model empty', '', ['no config.json', 'empty']),
-    ('score utf16.txt', '', ['utf16.txt', 'plain text']), ('train --data onlyp.txt', '', ['A: prompts', 'give 0']),
+    ('score utf16.txt', '', ['utf16.txt', 'UTF-8 text']), ('train --data onlyp.txt', '', ['A: prompts', 'give 0']),
     ('train --output-dir bad.toml/run', '', ['--output-dir', 'bad.toml']), ('pretrain --n-head 7', '', ['--n-head 7', '160']),
     ('pretrain --lr -1', '', ['--lr -1']), ('train --resume --output-dir torn', '', ['torn/config.json', 'not JSON']),
     ('score', '', ['no rows']),
@@ -281,7 +282,7 @@ MISTAKES = [
     ('eval --suite policy,selfplay --stockfish-path gone', '', ['--stockfish-path gone', 'stockfish']),
     ('eval --suite selfplay --limit 2', '', ['--limit 2', 'selfplay']), ('eval --temperature .5,1,0.5', '', ['--temperature 0.5,1.0,0.5', 'more than once']),
     ('eval --model killed', '', ["run folder: its model is 'killed/checkpoint-10'"]), ('eval --model begun', '', ['run folder', 'no model yet']),
-    ('train --preset emergency --kl-control fixed', '', ['--kl-target 0.02', '--preset emergency']),
+    ('train --preset rtx4090 --group-size 3', '', ['--micro-batch-size 32', '--preset rtx4090']),
     ('eval --suite puzzles', '', ['puzzles', '--data', 'Lichess']),
     ('eval --suite puzzles,env --data lines.txt', '', ['puzzles', 'env']),
     ('eval --suite puzzles --data lines.txt', '', ['lines.txt']),
@@ -648,6 +649,24 @@ def test_label_resumes_after_a_torn_line(torn, call, fens, cwd):
     assert (cwd/'half.txt').read_bytes() == whole
 
 
+@pytest.mark.parametrize('last', ['P: 7k/8/8/8/8/8/6q1/7K w - - 0 1 M: h1g2 E: 0.0 B: h1g2', 'P: remember the milk'])
+def test_label_throws_nothing_of_others_away(last, call, fens, cwd):
+    whole = call('label', chess.STARTING_FEN)[1][0] + '\n'
+    (cwd/'kept.txt').write_text(whole + last)
+    code, _, errors = call('label', chess.STARTING_FEN, '--output', 'kept.txt')
+    assert (cwd/'kept.txt').read_text().rstrip('\n') == whole + last
+    assert code == 0 if 'M:' in last else code == 2 and 'kept.txt, line 2: not a P: line' in errors
+
+
+def test_label_spells_a_position_in_one_way(call, fens, cwd):
+    board = chess.Board()
+    board.push_uci('e2e4')
+    fen, (*fields, _, halfmoves, number) = board.fen(), board.fen().split()
+    spelt = [' '.join((*fields, square, halfmoves, number)) for square in ('-', 'e3')]
+    assert spelt[0] == fen and call('label', *spelt, '--output', 'one.txt')[0] == 0
+    assert [line[3:].partition('M:')[0].strip() for line in (cwd/'one.txt').read_text().splitlines()] == [fen]
+
+
 def test_label_keeps_a_whole_last_line_without_a_line_feed(call, fens, cwd):
     assert call('label', '--output', 'all.txt', stdin='\n'.join(fens))[0] == 0
     whole = (cwd/'all.txt').read_bytes()
@@ -829,7 +848,7 @@ def test_a_preset_is_where_flags_start_from(call, tiny, cwd):
     assert '14 updates' in call('train', '--preset', 'emergency', '--model', tiny, '--plan', *SMALL[:-1], 14)[1][0]
     assert call('train', '--preset', 'emergency', '--model', tiny, '--output-dir', 'run', *SMALL)[0] == 0
     config, usual = json.loads((cwd/'run'/'config.json').read_text()), TrainConfig().for_size(1)
-    assert config['lr'] == PRESETS['emergency'](model=tiny).lr and config['kl_control'] == 'adaptive' != usual.kl_control and config['group_size'] == 2
+    assert config['lr'] == PRESETS['emergency'](model=tiny).lr and config['kl_coef'] == 5*usual.kl_coef and config['group_size'] == 2
     assert get_args(flags_of(cli.train)['preset'].kind) == tuple(PRESETS)
     assert call('train', '--preset', 'emergency', '--output-dir', 'run', '--resume') == (2, [], 'rookworld train: --preset emergency: not with --resume, which goes on with the settings of the run\n')
 

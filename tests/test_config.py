@@ -53,6 +53,9 @@ def test_presets_are_functions_that_can_be_changed():
     calm, usual = PRESETS['emergency'](), TrainConfig().for_size(1)
     assert calm.lr == usual.lr/10 and calm.clip_range < usual.clip_range and calm.kl_coef > usual.kl_coef
     assert PRESETS['emergency'](model='jrahn/RookWorld-LM-124M').lr == TrainConfig().for_size(10**9).lr/10
+    for parameters, model in ((1, 'nano'), (1, 'a/folder'), (10**9, 'a/folder')):
+        calm, usual = PRESETS['emergency'](model=model).for_size(parameters), TrainConfig().for_size(parameters)
+        assert calm.kl_coef >= 5*usual.kl_coef and calm.lr <= usual.lr/10 and calm.kl_control == 'fixed'    # an adaptive one would fall
     assert PRESETS['rtx4090']().batch_positions*PRESETS['rtx4090']().group_size == 256
 
 

@@ -181,6 +181,15 @@ def test_a_run_that_fails_in_its_last_step_is_not_done(undrawn):
     assert dash.bar.style.bar_color == MUTED and dash.news.value == 'diverged at step 2'
 
 
+@pytest.mark.parametrize('steps', [2, 5])
+def test_a_stopped_run_that_cannot_be_saved_has_failed(undrawn, steps):
+    dash = Dashboard(total_steps=steps)
+    for step in (1, 2): dash.update({'step': step, 'reward': .5})
+    dash.stop.click()
+    dash.end('CheckpointError: disk full', failed=True)
+    assert dash.status.value.startswith(f'Failed after step 2 of {steps}') and dash.stop.description == 'Failed' and dash.bar.style.bar_color == MUTED
+
+
 def test_waiting_then_pace_and_time_left(clock):
     progress = Progress(100, clock)
     assert progress.text() == 'Waiting for the first step' and progress.step == 0

@@ -16,7 +16,7 @@ from rookworld_nb.evaluate import (CLASSES, HELDOUT_COLUMNS, KEYS, OUTCOMES, TAS
                                    metrics_table, move_class, outcome, paired_difference, policy_metrics, recall_table,
                                    summarise, wilson_interval)
 from rookworld_nb.model import GPT, GPTConfig
-from rookworld_nb.positions import Sample
+from rookworld_nb.positions import Sample, shipped
 from rookworld_nb.rewards import RewardConfig, RewardScorer
 from rookworld_nb.rules import env_step, legal_moves
 from rookworld_nb.tasks import format_env, format_policy, split_line
@@ -286,7 +286,32 @@ def test_pairing_uses_the_prompt_not_the_row():
     assert paired_difference(before, after.sample(frac=1, random_state=0), 'reward').mean == pytest.approx(.1)
     noisy = paired_difference(before, after, 'reward')
     assert 0 < noisy.standard_error < 1e-9 and math.isnan(noisy.z)    # .1 three times but for rounding: nothing is measured
-    assert math.isnan(mean_interval(np.array([.3, .1 + .2, .3]))['low'])
+    assert math.isnan(mean_interval(np.array([.3, .1 + .2, .3]), shares=False)['low'])
+
+
+@pytest.mark.parametrize('prompts, samples, share', [(31, 2, .95), (38, 2, .05), (100, 2, .97), (300, 4, .2)])
+def test_the_interval_of_a_share_covers(prompts, samples, share):
+    rng, covered = np.random.default_rng(0), 0
+    for _ in range(200):
+        found = mean_interval((rng.random((prompts, samples)) < share).mean(1), resamples=200)
+        covered += found['low'] <= share <= found['high']
+    assert covered >= 182    # the bootstrap alone: 170 to 185 of the first three
+
+
+def test_one_success_more_makes_no_interval_smaller():
+    none, half = (mean_interval(values) for values in (np.zeros(20), np.eye(20)[0]/2))
+    assert half['high'] > none['high'] > .1 and half['low'] > none['low'] == 0
+    for successes in (-1, 4, math.nan):
+        with pytest.raises(EvaluationError, match=f'{successes} successes in 3 trials'): wilson_interval(successes, 3)
+
+
+def test_each_prompt_counts_once():
+    table = pd.concat([scored([[0.], [1.]], .7), scored([[0.], [1.]], 0.)])
+    with pytest.raises(EvaluationError, match='needs one temperature of 0.7, 0'): paired_difference(table, table, 'reward')
+    assert paired_difference(table, table, 'reward', temperature=0.).n == 2
+    with pytest.raises(EvaluationError, match='0 prompts before and 2 after'): compare(scored([[0.], [1.]], .7), table)
+    with pytest.raises(EvaluationError, match='0 prompts after|and 0 after'): compare(table, scored([[0.], [1.]], .7))
+    with pytest.raises(EvaluationError, match="not the text 'M: e2e4'"): metrics_table(shipped('heldout')[:2], 'M: e2e4')
 
 
 def test_pairs_must_match():

@@ -15,7 +15,7 @@ from torch.testing import assert_close
 from rookworld_nb import cli, hardware, run
 from rookworld_nb.hardware import (
     BatchSearch, HardwareConfig, HardwareError, KeptForBackward, MemoryProfile, RankError, adam_bytes, container_room, exact_precision, in_company, is_out_of_memory,
-    kv_cache_bytes, matmul_error, memory_limit, peak_memory, prepare_model, proc_bytes, reset_peak, search_batch, set_allocator, tensor_bytes,
+    kv_cache_bytes, matmul_error, memory_limit, peak_memory, prepare_model, proc_bytes, product_rate, reset_peak, search_batch, set_allocator, tensor_bytes,
     total_memory, unchanged, use_hardware)
 from rookworld_nb.config import TrainConfig
 from rookworld_nb.kl import SettingError
@@ -192,6 +192,26 @@ def test_the_peak_goes_down_again_and_is_not_missed():
 def test_where_there_is_no_proc_it_is_said():
     with pytest.raises(HardwareError, match='only Linux'):
         proc_bytes('VmRSS', '/no/such/place')
+
+
+def test_a_field_that_the_kernel_lacks_is_said():
+    with pytest.raises(HardwareError, match='does not say VmFoo; give --batch-positions'): proc_bytes('VmFoo')
+
+
+def test_a_level_that_there_is_not_is_refused():
+    with pytest.raises(HardwareError, match="precision 'tf32': valid: highest, high, medium"): matmul_error('tf32')
+
+
+def test_the_rate_of_products_is_that_of_the_level_in_force(monkeypatch):
+    asked = []
+    monkeypatch.setattr(hardware, 'measured_rate', lambda *settings: asked.append(settings) or 1.)
+    before = torch.get_float32_matmul_precision()
+    try:
+        for level in ('highest', 'medium'):
+            torch.set_float32_matmul_precision(level)
+            product_rate(torch.device('cpu'), False)
+    finally: torch.set_float32_matmul_precision(before)
+    assert [settings[2] for settings in asked] == ['highest', 'medium'] and {settings[3] for settings in asked} == {torch.get_num_threads()}
 
 
 def test_a_peak_that_cannot_be_reset_is_said(monkeypatch, tmp_path):

@@ -98,7 +98,7 @@ def test_inputs_of_every_kind_and_positions_that_come_twice(quick, tmp_path):
 
 
 @pytest.mark.parametrize('torn', [0, 1, 7, 60, 128])
-def test_a_torn_shard_goes_on_where_it_was(quick, torn, tmp_path):
+def test_a_torn_shard_goes_on_where_it_was(quick, torn, tmp_path, caplog):
     (tmp_path/'in.txt').write_text('\n'.join(games(20)))
     jobs = [Labelling(str(tmp_path/name), shards=1) for name in ('whole.txt', 'torn.txt')]
     quick(jobs[0], [str(tmp_path/'in.txt')])
@@ -106,9 +106,19 @@ def test_a_torn_shard_goes_on_where_it_was(quick, torn, tmp_path):
     cut_inputs(jobs[1], [tmp_path/'in.txt'], Engine.name)
     kept = b''.join(whole.splitlines(keepends=True)[:9]) + whole.splitlines()[9][:torn]
     jobs[1].place('part', 0).write_bytes(kept)
-    assert len(labelled_in(jobs[1].place('part', 0))) == 9
+    caplog.set_level('WARNING')
+    assert len(labelled_in(jobs[1].place('part', 0))) == 9 and ('the last line is torn, and cut off' in caplog.text) == (torn > 0)
     quick(jobs[1], [str(tmp_path/'in.txt')])
     assert (tmp_path/'torn.txt').read_bytes() == whole
+
+
+def test_a_position_is_labelled_once_however_it_is_spelt(quick, tmp_path):
+    board = chess.Board()
+    board.push_uci('e2e4')
+    fields = board.fen().split()
+    (tmp_path/'in.txt').write_text('\n'.join(' '.join((*fields[:3], square, *fields[4:])) for square in ('-', 'e3')))
+    quick(Labelling(str(tmp_path/'out.txt'), shards=2), [str(tmp_path/'in.txt')])
+    assert [fen_of(line) for line in (tmp_path/'out.txt').read_text().splitlines()] == [board.fen()]
 
 
 def test_a_shard_has_one_owner(quick, tmp_path):

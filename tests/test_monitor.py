@@ -247,11 +247,20 @@ def test_numbers_that_are_none_are_null(tmp_path, value):
     assert math.isnan(read_metrics(tmp_path).kl[0]) and read_metrics(tmp_path).kl.dtype == float
 
 
-@pytest.mark.parametrize('wrong', ['high', None, [1.], torch.ones(2)])
+@pytest.mark.parametrize('wrong', ['high', None, [1.], torch.ones(2), np.ones(1)])
 def test_what_is_no_number_is_refused_and_nothing_is_written(tmp_path, wrong):
-    with RunWriter(tmp_path) as writer, pytest.raises((MetricError, RuntimeError)):  # torch's own for a vector
+    with RunWriter(tmp_path) as writer, pytest.raises(MetricError, match='metrics are numbers, but got.*colour'):
         writer.log(dict(ROW, colour=wrong))
     assert (tmp_path/'metrics.jsonl').read_text() == (tmp_path/'train.log').read_text() == ''
+
+
+@pytest.mark.parametrize('row, words', [({'step': math.nan}, 'step nan'), ({'step': math.inf}, 'step inf'), ({'step': 1.5}, 'step 1.5: must be a whole number')])
+def test_a_step_that_is_no_number_would_make_the_folder_unreadable(tmp_path, row, words):
+    with RunWriter(tmp_path) as writer:
+        with pytest.raises(MetricError, match=words): writer.log(ROW | row)
+        with pytest.raises(MetricError, match='no reward_std in the row'): writer.log({name: value for name, value in ROW.items() if name != 'reward_std'})
+        writer.log(ROW)
+    assert len(metric_rows(tmp_path/'metrics.jsonl')) == 1
 
 
 @pytest.mark.parametrize('cut', range(1, 60, 7))

@@ -199,6 +199,7 @@ def test_a_repetition_ends_the_game_when_it_is_there_and_not_when_it_could_come(
     white, black = (stubborn_line(SHUFFLE[start::2]*3) for start in (0, 1))
     thoughts = play_game(white, black, fen=ROOKS)
     assert len(thoughts) == 8 and [thought.move for thought in thoughts] == [*SHUFFLE*2]
+    with pytest.raises(ValueError, match='at least one ply'): Replay([])
     replay = Replay(thoughts)
     assert replay.diagram(8).title == 'after 8 plies: 1/2-1/2'
     over = chess.Board(ROOKS)

@@ -413,6 +413,7 @@ def test_endings(tmp_path):
     assert 'no step was logged' in ending(run([], summary={'stop_reason': 'done'}))
     assert ending(run(summary={'stop_reason': 'diverged at step 2', 'steps': 2})) == 'diverged at step 2'
     assert 'was killed' in ending(run(config={'steps': 9}, summary={'stop_reason': 'all 1 steps are done', 'steps': 1}))
+    assert 'was killed' in ending(run(config={'steps': 9}, summary={'stop_reason': 'all 9 steps are done', 'steps': 9}))    # and gone back
 
 
 def test_an_evaluation_that_the_run_has_left_behind_says_so(tmp_path):
@@ -449,6 +450,7 @@ def test_no_folder_and_no_run_folder(tmp_path):
     ('completions/step-000005.csv', '', 'is not a table'), ('completions/step-000005.csv', 'prompt,task\na,b\n', 'no completion, reward, advantage'),
     ('completions/step-000005.csv', 'prompt,completion,task,reward,advantage\na,b,P,much,0\n', 'is not a table'),
     ('metrics.jsonl', '{"step": 1, "kl": "low"}\n', 'no number'),
+    ('config.json', '{"kl_control": "adaptive", "kl_target": "low"}', "kl_target is 'low', not a number"),
     ('summary.json', '{"stop_reason": "done", "steps": "7"}', "steps is '7', not a number"),
     ('summary.json', '{"comparison": [{"task": "P", "metric": "reward", "before": "low"}]}', 'no table of numbers')])
 def test_a_damaged_file_is_named_and_nothing_is_written(tmp_path, name, content, words):

@@ -485,10 +485,11 @@ def test_positions_without_moves_need_no_engine(fake):
     assert runs() == 0
 
 
-@pytest.mark.parametrize('option', ['nodes', 'multipv', 'hash_mb', 'timeout'])
-def test_bad_options_are_named(fake, option):
-    with pytest.raises(EngineError, match=f'{option}=0; it must be positive'):
-        Stockfish(fake()[0], **{option: 0})
+@pytest.mark.parametrize('option, value, words', [
+    *((option, value, f'{option}={value!r}; it must be a whole number of 1 to ') for option in ('nodes', 'multipv', 'hash_mb') for value in (0, .5, 1.5, '1', None)),
+    ('multipv', 501, 'multipv=501; it must be a whole number of 1 to 500'), ('hash_mb', 10**9, 'hash_mb=1000000000'), ('timeout', 0, 'timeout=0; it must be positive')])
+def test_bad_options_are_named(fake, option, value, words):
+    with pytest.raises(EngineError, match=words): Stockfish(fake()[0], **{option: value})
 
 
 def test_find_stockfish(tmp_path, monkeypatch, fake):

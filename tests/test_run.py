@@ -317,6 +317,23 @@ def test_more_steps_can_be_added(tmp_path):
     assert [row['step'] for row in run.steps()] == [3] and len(rows_of(folder)) == 3
 
 
+def test_a_run_that_another_has_overtaken_is_not_gone_on_with(tmp_path):
+    config = replace(SHORT, output_dir=str(tmp_path/'run'), steps=6, eval_policy=0, eval_env=0)
+    first = Run(config)
+    steps = first.steps()
+    for _ in range(3): next(steps)
+    second = Run(resumed_config(output_dir=config.output_dir))
+    assert second.trainer.step == 2 and [row['step'] for row in steps] == [4, 5, 6]
+    with pytest.raises(RunError, match=f'--output-dir {first.folder}: its checkpoints are others.*another run has gone on'): next(second.steps())
+    assert [row['step'] for row in rows_of(first.folder)] == [1, 2, 3, 4, 5, 6] and newest_checkpoint(first.folder)[1]['trainer']['step'] == 6
+    third = Run(resumed_config(output_dir=config.output_dir, steps=7))
+    assert [row['step'] for row in third.steps()] == [7]
+    first.trainer.stop_reason = None
+    with pytest.raises(RunError, match='another run has gone on'): list(first.steps())
+    save_run(third, 'checkpoint-7')
+    assert list(third.steps()) == [] and [row['step'] for row in rows_of(first.folder)] == [1, 2, 3, 4, 5, 6, 7]    # its own are no others'
+
+
 def test_what_is_left_open_follows_from_the_size_of_the_model(tmp_path, monkeypatch):
     save_pretrained(*load_pretrained('nano'), tmp_path/'mine')
     config = replace(TINY, model=str(tmp_path/'mine'), replays=None, batch_positions=None, minibatch_positions=None, lr=3e-4, mix_env_ratio=None)
@@ -450,7 +467,7 @@ def test_a_kill_between_two_renamings_loses_no_checkpoint(tmp_path, monkeypatch)
     monkeypatch.undo()
     assert not (tmp_path/'run'/'final_checkpoint').exists()
     resumed = Run(resumed_config(output_dir=str(tmp_path/'run')))
-    assert resumed.trainer.step == 3 and contents(tmp_path/'run') == before
+    assert resumed.trainer.step == 3 and contents(tmp_path/'run') == before and list(resumed.steps()) == []
 
 
 def test_only_the_newest_checkpoints_are_kept(whole):
@@ -725,7 +742,13 @@ def test_a_resumed_run_has_the_levers_and_only_the_events_that_it_knows(steered,
 def test_a_run_that_nobody_touched_has_no_events(finished, tmp_path):
     assert not (finished[1]/'events.jsonl').exists() and read_events(finished[1]) == []
     (tmp_path/'events.jsonl').write_text('{"step": 1}\n{torn')
-    with pytest.raises(RunError, match='events.jsonl, line 2'): read_events(tmp_path)
+    with pytest.raises(RunError, match='events.jsonl, line 1: no record of something done by hand'): read_events(tmp_path)
+    good = '{"step": 1, "time": 2.5, "event": "stop"}\n'
+    for bad in ('{torn', '3', '[]', '{}', '{"step": "1", "time": 2.5, "event": "stop"}', '{"step": 1, "time": 2.5, "event": "kl_coef", "before": 0.1, "value": null}'):
+        (tmp_path/'events.jsonl').write_text(good + bad)
+        with pytest.raises(RunError, match='events.jsonl, line 2'): read_events(tmp_path)
+    (tmp_path/'events.jsonl').write_text(2*good)
+    assert [event['event'] for event in read_events(tmp_path)] == ['stop', 'stop']
 
 
 @pytest.mark.parametrize('wish, value, said', [

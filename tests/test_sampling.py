@@ -4,6 +4,7 @@ import dataclasses
 import math
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import example, given, settings
@@ -371,6 +372,11 @@ def test_hidden_states_come_in_row_order_whatever_the_lengths(lengths, seed):
 
 # ---------------------------------------------------------------- refusals
 
+def test_numbers_of_numpy_are_numbers(model, tokenizer):
+    asked = (sample(model, tokenizer, ['a'], kind(2), kind(4), 1., seeded()) for kind in (int, np.int64))
+    assert next(asked).texts == next(asked).texts
+
+
 @pytest.mark.parametrize('change, names', [
     (dict(prompts=[]), 'prompts is empty'),
     (dict(prompts='a b'), "not the text 'a b'"),
@@ -379,6 +385,9 @@ def test_hidden_states_come_in_row_order_whatever_the_lengths(lengths, seed):
     (dict(max_new_tokens=0), 'max_new_tokens=0'),
     (dict(group_size=2.5), 'group_size=2.5'),
     (dict(max_new_tokens=4.), 'max_new_tokens=4.0'),
+    (dict(group_size=True), 'group_size=True'),
+    (dict(temperature='0.7'), "temperature='0.7'"),
+    (dict(temperature=None), 'temperature=None'),
     (dict(temperature=-0.1), 'temperature=-0.1'),
     (dict(temperature=float('nan')), 'temperature=nan'),
     (dict(temperature=float('inf')), 'temperature=inf'),

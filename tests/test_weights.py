@@ -251,6 +251,19 @@ def test_a_model_that_could_not_be_loaded_again_is_not_saved(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize('dtype', [torch.int32, torch.int8, torch.bool, torch.complex64, torch.float8_e4m3fn])
+def test_a_type_that_no_reader_takes_replaces_nothing(ours, dtype):
+    folder, model = ours[0], load_pretrained(ours[0])
+    with pytest.raises(ModelFileError, match=f'dtype {dtype}: valid: None, torch.float16'): save_pretrained(*model, folder, dtype)
+    assert torch.equal(load_pretrained(folder)[0].wte.weight, model[0].wte.weight)
+
+
+def test_a_model_is_not_saved_in_a_file(ours, tmp_path):
+    (tmp_path/'file').write_text('mine')
+    with pytest.raises(ModelFileError, match='file: a file; give a folder'): save_pretrained(*load_pretrained(ours[0]), tmp_path/'file')
+    assert (tmp_path/'file').read_text() == 'mine' and len(list(tmp_path.iterdir())) <= 2
+
+
 def test_a_model_without_the_end_token_is_not_saved(tmp_path):
     with pytest.raises(ModelFileError, match='endoftext'):
         save_pretrained(GPT(CFG), Tokenizer(models.WordLevel({'a': 0}, unk_token='a')), tmp_path/'x')
@@ -382,6 +395,11 @@ def test_every_damaged_tensor_is_named(ours):
             with pytest.raises(ModelFileError, match=f'ours: tensor {name.removeprefix("transformer.")} .*{words}'):
                 load_pretrained(folder)
             (folder/'model.safetensors').write_bytes(intact)
+
+
+def test_a_tensor_under_both_its_names_is_refused(ours):
+    edit_tensors(ours[0], lambda t: t.update({'wte.weight': torch.zeros_like(t['transformer.wte.weight'])}))
+    with pytest.raises(ModelFileError, match='wte.weight is there twice'): load_pretrained(ours[0])
 
 
 @pytest.mark.parametrize('name', ['transformer.h.2.ln_1.weight', 'transformer.h.0.attn.q_proj.weight', 'score.weight', 'h.0.attn.c_attn.lora_A'])
