@@ -673,7 +673,8 @@ def read_events(
     for number, line in enumerate(path.read_text(encoding='utf-8').splitlines() if path.exists() else (), 1):
         try: events.append(json.loads(line))
         except ValueError as error: raise RunError(f'{path}, line {number}: {error}') from None
-        if not is_event(events[-1]): raise RunError(f'{path}, line {number}: no record of something done by hand: {line:.60}')
+        if not is_event(events[-1]):
+            raise RunError(f'{path}, line {number}: no record of something done by hand: {line:.60}')
     return events
 
 # %% ../nbs/21_run.ipynb #29eee9c2
