@@ -6,7 +6,8 @@
 P: positions come from the generator of nano's own prompts with another seed and are labelled by Stockfish (1,000 nodes a position); those that the package ships, or --exclude names,
 are left out, and the rest is kept in --cache. With --undrawn they are instead the training prompts whose position the run did not meet (a run that drew all has none). `--positions 0` leaves
 P: out. A: positions are the shipped held-out ones. Task `A natural`: --moves moves as games have them (seven in ten are one of the engine's five), one on each of the fresh positions (`--moves 0`: none). Task
-`A rare`: how many of the mates, draws and illegal moves are recognised, of the shipped held-out and stress sets together, and how many other moves are taken for one of these. Tasks
+`A rare`: how many of the mates, draws and illegal moves are recognised, of the shipped held-out and stress sets together, and how many other moves are taken for one of these. Task `A rare, fresh`: the
+same of --rare moves from the generator of nano's own `A:` lines, with another seed (`--rare 0`: none). Tasks
 `P held-out` and `P held-out, sampled`: the policy rows of the run's own closing table. Both models answer each prompt once, greedily; the difference is paired by prompt. Figures of the same
 run, task and metric in the CSV are replaced, if that run had the same settings.
 """
@@ -22,24 +23,32 @@ from rookworld_nb.checkpoint import newest_checkpoint
 from rookworld_nb.config import TrainConfig
 from rookworld_nb.evaluate import OUTCOMES, compare, evaluate, select_rows
 from rookworld_nb.positions import PromptMix, apart_from, by_task, read_lines, seen_positions, shipped, shipped_positions
-from rookworld_nb.pretrain import make_policy_data, natural_env_sample, read_excluded
+from rookworld_nb.pretrain import make_env_data, make_policy_data, natural_env_sample, read_excluded
 from rookworld_nb.rewards import RewardScorer
 from rookworld_nb.rules import fen_key
 from rookworld_nb.run import training_samples
 from rookworld_nb.weights import load_pretrained
 
-SHARD, NODES, SEED = 2000, 1000, 99
+SHARD, NODES, SEED, ENV_SHARD = 2000, 1000, 99, 1000
 RARE = [*(f'{name}_recall' for name in OUTCOMES), 'false_alarms']
 SETTINGS = ('mix_env_ratio', 'rare_env_ratio', 'kl_coef', 'credit', 'steps', 'lr', 'seed')
 
 
-def fresh_positions(count, cache, exclude):
-    "P: samples whose positions the package does not ship."
-    if not count: return []
-    files = make_policy_data(cache, -(-count*21//20//SHARD), SHARD, NODES, SEED, 1, 0.)
+def unseen(files, count, exclude):
+    "Samples of some files, one a position, and none that the package ships."
     taken = {*exclude} | shipped_positions()
     samples = {fen_key(sample.fen): sample for file in files for sample in read_lines(file)[0]}
     return [sample for key, sample in samples.items() if key not in taken][:count]
+
+
+def fresh_positions(count, cache, exclude):
+    "P: samples."
+    return unseen(make_policy_data(cache, -(-count*21//20//SHARD), SHARD, NODES, SEED, 1, 0.), count, exclude) if count else []
+
+
+def rare_moves(count, cache, exclude):
+    "A: samples in which rare kinds of move are as frequent as in pre-training."
+    return unseen(make_env_data(cache/'env', -(-count*21//20//ENV_SHARD), ENV_SHARD, SEED, 1), count, exclude) if count else []
 
 
 def undrawn_positions(run, config):
@@ -73,21 +82,23 @@ def main():
     options.add_argument('runs', nargs='+', type=Path, help='finished run folders')
     options.add_argument('--positions', type=int, default=5000, help='P: positions')
     options.add_argument('--moves', type=int, default=5000, help='A: moves on fresh positions')
+    options.add_argument('--rare', type=int, default=3000, help='A: moves of which many are rare')
     options.add_argument('--cache', type=Path, default=Path('work/heldout'), help='where the positions are kept')
     options.add_argument('--exclude', type=Path, help='file of FENs to leave out as well')
     options.add_argument('--undrawn', action='store_true', help='take prompts that the run did not draw')
     options.add_argument('--csv', type=Path, help='table to add to')
     options = options.parse_args()
-    fresh = fresh_positions(max(options.moves, 0 if options.undrawn else options.positions), options.cache, read_excluded(options.exclude))
-    moves = moves_in(fresh[:options.moves])
+    exclude = read_excluded(options.exclude)
+    fresh = fresh_positions(max(options.moves, 0 if options.undrawn else options.positions), options.cache, exclude)
+    moves, scarce = moves_in(fresh[:options.moves]), rare_moves(options.rare, options.cache, exclude)
     held, stress = by_task(shipped('heldout'))['A'], shipped('stress')
     before, tables = {}, []
     for run in options.runs:
         config = TrainConfig(**json.loads((run/'config.json').read_text(encoding='utf-8')))
         samples = (undrawn_positions(run, config) if options.undrawn else fresh)[:options.positions] + held
         scorer = RewardScorer(config.rewards).for_evaluation()
-        parts = ['usual']*len(samples) + ['stress']*len(stress) + ['moves']*len(moves)
-        examine = lambda name: evaluate(*load_pretrained(name), samples + stress + moves, scorer=scorer)
+        parts = ['usual']*len(samples) + ['stress']*len(stress) + ['moves']*len(moves) + ['scarce']*len(scarce)
+        examine = lambda name: evaluate(*load_pretrained(name), samples + stress + moves + scarce, scorer=scorer)
         start = config.model, config.rewards, options.undrawn and run
         if start not in before: before[start] = examine(config.model)
         both = before[start], examine(run/'final_checkpoint')
@@ -95,11 +106,12 @@ def main():
         rare = env_moves(*of('usual', 'stress'), 'A rare')
         found = [compare(*of('usual')).reset_index(), rare[rare['metric'].isin(RARE)], closing_rows(run)]
         if moves: found.append(env_moves(*of('moves'), 'A natural'))
+        if scarce: found.append(env_moves(*of('scarce'), 'A rare, fresh'))
         table = pd.concat(found).drop(columns=['temperature', 'chance'])
         settings = {'run': run.name, **{name: getattr(config, name) for name in SETTINGS}}
         tables.append(table.assign(**settings)[[*settings, *table.columns]])
         print(run.name, ', '.join(f'{row.task}: {row.metric} {row.difference:+.4f} (z {row.z:+.1f})' for row in table.itertuples()
-                                  if row.task in ('A rare', 'A natural') or row.metric in ('reward', 'distinct_legal', 'top5_overlap', 'best_legal', 'best_move_accuracy', 'state_exact')),
+                                  if row.task in ('A rare', 'A rare, fresh', 'A natural') or row.metric in ('reward', 'distinct_legal', 'top5_overlap', 'best_legal', 'best_move_accuracy', 'state_exact')),
               flush=True)
     if options.csv:
         new = pd.concat(tables)
