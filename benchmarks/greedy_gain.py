@@ -48,7 +48,10 @@ def fresh_positions(count, cache, exclude):
 
 def rare_moves(count, cache, exclude):
     "A: samples in which rare kinds of move are as frequent as in pre-training."
-    return unseen(make_env_data(cache/'env', -(-count*21//20//ENV_SHARD), ENV_SHARD, SEED, 1), count, exclude) if count else []
+    if not count: return []
+    shards = -(-count*21//20//ENV_SHARD)
+    make_policy_data(cache, shards, SHARD, NODES, SEED, 1, 0.)    # a part of the moves is made on their positions
+    return unseen(make_env_data(cache, shards, ENV_SHARD, SEED, 1), count, exclude)
 
 
 def undrawn_positions(run, config):
@@ -82,7 +85,7 @@ def main():
     options.add_argument('runs', nargs='+', type=Path, help='finished run folders')
     options.add_argument('--positions', type=int, default=5000, help='P: positions')
     options.add_argument('--moves', type=int, default=5000, help='A: moves on fresh positions')
-    options.add_argument('--rare', type=int, default=3000, help='A: moves of which many are rare')
+    options.add_argument('--rare', type=int, default=2800, help='A: moves of which many are rare')
     options.add_argument('--cache', type=Path, default=Path('work/heldout'), help='where the positions are kept')
     options.add_argument('--exclude', type=Path, help='file of FENs to leave out as well')
     options.add_argument('--undrawn', action='store_true', help='take prompts that the run did not draw')

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['BY_SIZE', 'OPEN', 'SMALL', 'CREDITS', 'Part', 'LEAST', 'OF_THE_GROUP', 'NEEDS', 'CHOICES', 'PRESETS', 'FREE',
            'MOVABLE', 'RunError', 'PromptOptions', 'RewardOptions', 'UpdateOptions', 'part_of', 'trainer_part',
-           'collector_part', 'buffer_part', 'reward_part', 'whole_answers', 'check_kinds', 'check_flags', 'TrainConfig',
-           'nano', 'rtx4090', 'emergency']
+           'collector_part', 'buffer_part', 'reward_part', 'whole_answers', 'check_kinds', 'idle_flags', 'check_flags',
+           'TrainConfig', 'nano', 'rtx4090', 'emergency']
 
 # %% ../nbs/19_config.ipynb #12bfd9f0
 import math
@@ -198,6 +198,30 @@ NEEDS = {'gamma': 'use_gae', 'gae_lambda': 'use_gae', 'value_loss_coef': 'use_ga
 CHOICES = {'credit': (None, *CREDITS), 'baseline_type': BASELINES, 'reward_shaping': get_args(Shaping)}
 
 # %% ../nbs/19_config.ipynb #eb00f9aa
+def idle_flags(
+    config: 'TrainConfig',  # what is asked for
+) -> dict[str, str]:        # field -> why it would change nothing
+    "Settings that are asked for and that another one leaves without any use."
+    values = asdict(config)
+    wrong = {name: 'not with --use-gae, whose critic takes the place of the group' for name in OF_THE_GROUP
+             if config.use_gae and values[name] != getattr(TrainConfig, name)}
+    wrong |= {name: f'of no use without --{flag.replace("_", "-")}' for name, flag in NEEDS.items()
+              if not values[flag] and values[name] != getattr(TrainConfig, name)}
+    if config.kl_target != TrainConfig.kl_target and config.kl_control == 'fixed' and config.kl_spike_factor is None:
+        wrong['kl_target'] = 'of no use without --kl-control adaptive or --kl-spike-factor'
+    if config.fresh_share != TrainConfig.fresh_share and config.buffer_capacity == 1:
+        wrong['fresh_share'] = 'of no use without --buffer-capacity of at least 2: only a buffer with room mixes'
+    if not config.kl_unbiased and config.kl_estimator in EXACT_KL:
+        wrong['kl_unbiased'] = f'of no use with --kl-estimator {config.kl_estimator}, which is not sampled'
+    if not config.kl_unbiased and config.kl_in_reward:
+        wrong['kl_unbiased'] = 'of no use with --kl-in-reward, which leaves no KL in the loss'
+    if config.penalty != TrainConfig.penalty and config.reward_shaping == 'binary':
+        wrong['penalty'] = 'of no use with --reward-shaping binary, which pays 0 or 1'
+    if config.kl_warmup_factor == 0 and config.kl_warmup_steps >= config.steps:
+        wrong['kl_warmup_steps'] = f'the KL would weigh nothing in all of --steps {config.steps}'
+    return wrong
+
+# %% ../nbs/19_config.ipynb #7d57c28e
 def check_flags(
     config: 'TrainConfig',  # what is asked for, each of its kind
 ) -> None:
@@ -209,31 +233,18 @@ def check_flags(
               if values[name] not in valid}
     if not 0 <= config.seed < 2**32: wrong['seed'] = 'must be 0 to 4294967295'
     if not 0 < config.clip_range < 1: wrong['clip_range'] = 'must be between 0 and 1'
-    if not 0 <= (config.clip_range_high or 0) < math.inf: wrong['clip_range_high'] = 'must be finite and at least 0'
+    if config.clip_range_high is not None and not 0 < config.clip_range_high < math.inf:
+        wrong['clip_range_high'] = 'must be finite and above 0'
     lowest, highest = KLConfig.kl_coef_min, KLConfig.kl_coef_max
     if config.kl_control == 'adaptive' and not (config.kl_coef is None or lowest <= config.kl_coef <= highest):
         wrong['kl_coef'] = f'the adaptive control keeps it in {lowest:g} to {highest:g}'
-    wrong |= {name: 'not with --use-gae, whose critic takes the place of the group' for name in OF_THE_GROUP
-              if config.use_gae and values[name] != getattr(TrainConfig, name)}
-    wrong |= {name: f'of no use without --{flag.replace("_", "-")}' for name, flag in NEEDS.items()
-              if not values[flag] and values[name] != getattr(TrainConfig, name)}
-    if config.kl_target != TrainConfig.kl_target and config.kl_control == 'fixed' and config.kl_spike_factor is None:
-        wrong['kl_target'] = 'of no use without --kl-control adaptive or --kl-spike-factor'
-    if config.fresh_share != TrainConfig.fresh_share and config.buffer_capacity == 1:
-        wrong['fresh_share'] = 'of no use without --buffer-capacity of at least 2: only a buffer with room mixes'
-    if not config.kl_unbiased and config.kl_estimator in EXACT_KL:
-        wrong['kl_unbiased'] = f'of no use with --kl-estimator {config.kl_estimator}, which is not sampled'
-    if config.penalty != TrainConfig.penalty and config.reward_shaping == 'binary':
-        wrong['penalty'] = 'of no use with --reward-shaping binary, which pays 0 or 1'
-    if config.kl_warmup_factor == 0 and config.kl_warmup_steps >= config.steps:
-        wrong['kl_warmup_steps'] = f'the KL would weigh nothing in all of --steps {config.steps}'
     if config.eval_every and not config.eval_policy + config.eval_env:
         wrong['eval_every'] = 'there is nothing to look at; give --eval-policy or --eval-env'
     for name in ('mix_env_ratio', 'rare_env_ratio'):
         if not 0 <= (values[name] or 0) <= 1: wrong[name] = 'must be 0 to 1'
     if size and config.group_size > 0 and size % config.group_size and config.group_size % size:
         wrong['micro_batch_size'] = f'must divide --group-size {config.group_size} or be a multiple of it'
-    for name, why in wrong.items():
+    for name, why in (*wrong.items(), *idle_flags(config).items()):
         raise RunError(f'--{name.replace("_", "-")} {values[name]}: {why}')
 
 # %% ../nbs/19_config.ipynb #c3d20d1c

@@ -279,7 +279,8 @@ def grpo_loss(
         bonus = _needed(f'entropy_coef={entropy_coef}', entropy, 'entropy', logprobs)
         terms['entropy_loss'] = -entropy_coef * aggregate(bonus, *mean)
     with torch.no_grad():
-        shown = _kl_term(logprobs, ref_logprobs, None, mask, 'kl3', weight) if kl_estimator == 'kl1' else kl
+        sampled = kl_estimator == 'kl1' or kl is None    # kl1 may be below 0; of an exact one the input may be missing
+        shown = _kl_term(logprobs, ref_logprobs, None, mask, 'kl3', weight) if sampled else kl
         metrics = loss_metrics(ratio, columns, mask, clip_low, clip_high, kl=shown, entropy=entropy) | terms
         numbers = torch.stack([value.to(ratio.dtype) for value in metrics.values()]).tolist()
     return sum(terms.values()), dict(zip(metrics, numbers))

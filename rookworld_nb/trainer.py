@@ -86,13 +86,15 @@ def check_config(
     counts = {'steps': 1, 'warmup_steps': 0, 'max_skipped': 1, 'max_recoveries': 0}
     if config.micro_batch_size is not None: counts['micro_batch_size'] = 1
     for name, least in counts.items(): check_count(name, getattr(config, name), least)
-    for name in ('lr', 'weight_decay', 'clip_low', 'clip_high', 'value_loss_coef'):
+    for name in ('lr', 'weight_decay', 'value_loss_coef'):
         if not 0 <= (value := getattr(config, name)) < math.inf:
             raise SettingError(f'{name}={value} must be finite and at least 0')
-    for name in ('grad_clip', 'identity_tolerance', *KL_LIMITS):
+    for name in ('clip_low', 'clip_high', 'grad_clip', 'identity_tolerance', *KL_LIMITS):    # 0 would clip rounding
         value, optional = getattr(config, name), name in KL_LIMITS
         if not (optional if value is None else 0 < value < math.inf):    # config.json has no word for infinity
             raise SettingError(f'{name}={value} must be finite and above 0' + ', or None'*optional)
+    if config.kl_spike_factor is not None and config.kl_spike_factor <= 1:
+        raise SettingError(f'kl_spike_factor={config.kl_spike_factor} must be above 1: a steady KL is no spike')
     for name, valid in (('lr_schedule', SCHEDULES), ('adamw', ADAMW), ('loss_type', LOSS_TYPES),
                         ('importance_level', IMPORTANCE_LEVELS), ('kl_estimator', KL_ESTIMATORS)):
         check_option(name, getattr(config, name), valid)
@@ -483,9 +485,9 @@ class Health:
         self,
         step: int,  # the update that failed
     ) -> None:
-        "Count it, and halve the learning rate."
+        "Count it, halve the learning rate, and forget the KL of the policy that is given up."
         self.recoveries, self.recovered_at = self.recoveries + 1, [*self.recovered_at[1 - RECENT:], step]
-        self.lr_scale, self.in_a_row = self.lr_scale/2, 0
+        self.lr_scale, self.in_a_row, self.kl_mean = self.lr_scale/2, 0, None
 
     def metrics(
         self,
@@ -562,9 +564,8 @@ class Learner:
     ) -> None:
         "Go to another state of model, critic and optimiser."
         self.model.load_state_dict(state['model'])
-        own, saved = self.optimizer.state_dict()['param_groups'], state['optimizer']    # settings: the configuration's
-        groups = [mine | {'lr': theirs['lr']} for mine, theirs in zip(own, saved['param_groups'])]
-        self.optimizer.load_state_dict(copy.deepcopy(saved) | {'param_groups': groups})
+        own = self.optimizer.state_dict()['param_groups']    # settings: the configuration's
+        self.optimizer.load_state_dict(copy.deepcopy(state['optimizer']) | {'param_groups': own})
         if self.critic is not None: self.critic.load_state_dict(state['critic'])
 
     def remember(self) -> None:

@@ -268,6 +268,8 @@ def test_missing_inputs_are_named():
     assert 'kl' not in grpo_loss(**without_reference)[1]
     with pytest.raises(MissingInputError, match='kl_coef=0.1 needs ref_logprobs'): grpo_loss(**without_reference, kl_coef=.1)
     with pytest.raises(MissingInputError, match='token_kl'): grpo_loss(**batch, kl_coef=.1, kl_estimator='forward')
+    for estimator in EXACT_KL:    # weighs nothing, so it may be missing; that the policy moves is seen all the same
+        assert grpo_loss(**batch, kl_estimator=estimator)[1]['kl'] == grpo_loss(**batch, kl_estimator='kl3')[1]['kl'] > 0
     with pytest.raises(MissingInputError, match='entropy_coef=0.1'): grpo_loss(**batch, entropy_coef=.1)
     with pytest.raises(MissingInputError, match='max_completion_length'): grpo_loss(**batch, loss_type='dr_grpo')
     with pytest.raises(SettingError, match='clip_low=-0.1'): grpo_loss(**batch, clip_low=-.1)
