@@ -353,7 +353,7 @@ def batches(
 
 
 def generate(
-    *prompts: str,              # prompts: "P: FEN" or "A: FEN+MOVE+HISTORY+"; none: lines of standard input
+    *prompts: str,              # "P: FEN" or "A: FEN+MOVE+HISTORY+"; what follows is ignored; none: standard input
     model: str = 'nano',        # nano, a folder, or a Hugging Face id
     group_size: int = 1,        # completions of each prompt
     temperature: float = 0.,    # logits are divided by it; 0 is greedy
@@ -525,9 +525,10 @@ def evaluation_samples(
     if not tasks: return []
     own = 'stress' if 'stress' in suite else 'heldout'
     samples, malformed = (shipped(own), []) if data is None else read_lines(data)
-    if not any(sample.task in tasks for sample in samples):
-        raise UsageError(f'--data: {data} holds no line for --suite; {len(samples)} good, {len(malformed)} malformed')
     warn_malformed(data, malformed)
+    if not any(sample.task in tasks for sample in samples):
+        raise UsageError(f'--data {data}: holds no {" or ".join(sorted(tasks))}: line for --suite {",".join(suite)}; '
+                         f'{len(samples)} good, {len(malformed)} malformed')
     if limit and own == 'stress': samples = spread(samples, limit)    # sorted by kind: some of each
     return [sample for task, some in by_task(samples).items() if task in tasks for sample in some[:limit]]
 
@@ -612,7 +613,8 @@ def suite_openings(
     if not {'selfplay', 'stockfish'} & {*suite}: return []
     openings = [position.fen for position in opening_positions()]
     if games % 2 or not 2 <= games <= len(openings):
-        raise UsageError(f'--games {games}: must be even, 2 to {len(openings)}, the number of openings')
+        most = len(openings)//2*2
+        raise UsageError(f'--games {games}: must be even, 2 to {most}; there are {len(openings)} openings')
     for level in levels if 'stockfish' in suite else ():
         with stockfish_opponent(level, stockfish_path): pass
     return openings[:games]
@@ -805,7 +807,7 @@ def ablate(
     seeds: int = 3,                           # runs of each cell
     workers: int = 1,                         # runs side by side
 ) -> None:
-    "Train nano with one setting changed at a time, and say what the change did."
+    "Train nano with one setting changed at a time, in runs of 32 updates, and say what the change did."
     from rookworld_nb.ablations import UNTRAINED, cells_of, effects, run_study
     from rookworld_nb.positions import Progress
     cells, progress = cells_of(studies), None
@@ -827,7 +829,7 @@ def search(
     storage: str | None = None,           # URL of a database shared by machines; none: a file in --output-dir
     prune: bool = True,                   # stop trials whose reward falls
 ) -> None:
-    "Search for settings with many runs."
+    "Search for settings (hyper-parameters) with many runs."
     from rookworld_nb.positions import Progress
     from rookworld_nb.scale import Search, run_search, search_report
     study, progress = Search(config | {'output_dir': str(output_dir)}, space, trials, storage, prune), None

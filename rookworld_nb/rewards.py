@@ -98,11 +98,12 @@ def check_config(
         if (kind is bool) != isinstance(value, bool):
             what = 'True or False' if kind is bool else 'a number'
             raise RewardConfigError(f'{name}={value!r}; it must be {what}')
-        if not choices and not (isinstance(value, numbers) and low <= value <= high and math.isfinite(value)):
+        inside = isinstance(value, numbers) and low <= value <= high and math.isfinite(value)
+        if not choices and (not inside or name in POSITIVE and value == 0):
             what = 'whole number' if kind is int else 'number'
-            raise RewardConfigError(f'{name}={value!r}; it must be a {what} from {low:g} to {high:g}')
-        if name in POSITIVE and value == 0:
-            raise RewardConfigError(f'{name}=0; it must be positive')
+            least = 'above 0' if name in POSITIVE else 'of at least 0'
+            wanted = least if math.isinf(high) else f'from {low:g} to {high:g}'
+            raise RewardConfigError(f'{name}={value!r}; it must be a {what} {wanted}')
 
 # %% ../nbs/05_rewards.ipynb #492721d9
 def scale_score(

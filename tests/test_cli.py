@@ -278,6 +278,7 @@ MISTAKES = [
     ('eval --data lines.txt --max-new-tokens 0', '', ['--max-new-tokens', '0']),
     ('eval --data lines.txt --batch 0', '', ['--batch', '0']),
     ('eval --data lines.txt --model no/such/folder', '', ['no/such/folder']),
+    ('eval --suite selfplay --games 107', '', ['--games 107: must be even, 2 to 106']), ('eval --suite env --data onlyp.txt', '', ['--data onlyp.txt: holds no A: line for --suite env; 1 good, 0 malformed']),
     ('eval --suite mate --games 4', '', ['--games 4', 'selfplay,stockfish', 'mate']), ('eval --suite mate --max-new-tokens 9', '', ['--max-new-tokens 9']),
     ('eval --suite policy,selfplay --stockfish-path gone', '', ['--stockfish-path gone', 'stockfish']),
     ('eval --suite selfplay --limit 2', '', ['--limit 2', 'selfplay']), ('eval --temperature .5,1,0.5', '', ['--temperature 0.5,1.0,0.5', 'more than once']),

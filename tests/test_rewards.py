@@ -553,6 +553,14 @@ def test_a_setting_of_another_kind_is_refused(setting):
     with pytest.raises(RewardConfigError, match=f'{next(iter(setting))}={next(iter(setting.values()))!r}'): RewardConfig(**setting)
 
 
+@pytest.mark.parametrize('name, value, words', [
+    ('best_weight', -1., 'a number of at least 0'), ('policy_format_weight', -1., 'a number above 0'), ('policy_format_weight', 0., 'a number above 0'),
+    ('reward_tolerance', math.inf, 'a number above 0'), ('penalty', 2., 'a number from -1 to 0'), ('reward_warmup_steps', .5, 'a whole number of at least 0')])
+def test_no_value_is_named_valid_that_is_refused(name, value, words):
+    with pytest.raises(RewardConfigError) as error: RewardConfig(**{name: value})
+    assert str(error.value) == f'{name}={value!r}; it must be {words}'
+
+
 def test_an_env_answer_that_restates_a_move_is_unreadable():
     prompt, answer = split_line(format_env(chess.STARTING_FEN, 'e2e4', None, *env_step(chess.STARTING_FEN, 'e2e4')))
     scorer = RewardScorer()
