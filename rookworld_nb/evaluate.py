@@ -32,7 +32,7 @@ from .tasks import ANSWER_TOKENS, MAX_MOVES, parse_env, parse_policy
 # %% ../nbs/15_evaluate.ipynb #de65d3cb
 class TaskMetric(NamedTuple):
     """A metric of one completion."""
-    unit: str     # 'share' (0 or 1, or a fraction), 'pawns', 'probability', 'reward'
+    unit: str     # 'share' (0 or 1, or a fraction), 'similarity', 'pawns', 'probability', 'reward'
     meaning: str  # how it is computed
     source: str   # where the definition comes from
 
@@ -62,7 +62,7 @@ ENV_METRICS = {
     'parsed': TaskMetric('share', 'position, reward and both flags could be read', 'tasks notebook'),
     'state_exact': TaskMetric('share', 'the whole next FEN is right', 'string equality'),
     'board_exact': TaskMetric('share', 'the placement of the pieces is right', 'first FEN field'),
-    'fen_similarity': TaskMetric('share', '1 - edit distance / longer length', 'Levenshtein 1966'),
+    'fen_similarity': TaskMetric('similarity', '1 - edit distance / longer length', 'Levenshtein 1966'),
     'reward_correct': TaskMetric('share', 'reward within 0.01', 'rules notebook'),
     'flags_correct': TaskMetric('share', 'terminated and truncated both right', 'rules notebook'),
     'all_correct': TaskMetric('share', 'next FEN, reward and flags all right', 'conjunction'),
