@@ -564,8 +564,9 @@ class Learner:
     ) -> None:
         "Go to another state of model, critic and optimiser."
         self.model.load_state_dict(state['model'])
-        own = self.optimizer.state_dict()['param_groups']    # settings: the configuration's
-        self.optimizer.load_state_dict(copy.deepcopy(state['optimizer']) | {'param_groups': own})
+        own, saved = self.optimizer.state_dict()['param_groups'], state['optimizer']    # settings: the configuration's
+        groups = [mine | {'lr': theirs['lr']} for mine, theirs in zip(own, saved['param_groups'])]
+        self.optimizer.load_state_dict(copy.deepcopy(saved) | {'param_groups': groups})
         if self.critic is not None: self.critic.load_state_dict(state['critic'])
 
     def remember(self) -> None:
