@@ -41,16 +41,26 @@ def unseen(files, count, exclude):
     return [sample for key, sample in samples.items() if key not in taken][:count]
 
 
+def policy_shards(shards, cache):
+    "Files of P: samples, labelled where they are not there yet."
+    return make_policy_data(cache, shards, SHARD, NODES, SEED, 1, 0.)
+
+
+def shards_for(count, size):
+    "How many files give so many samples, with a twentieth to spare for those left out."
+    return -(-count*21//20//size)
+
+
 def fresh_positions(count, cache, exclude):
     "P: samples."
-    return unseen(make_policy_data(cache, -(-count*21//20//SHARD), SHARD, NODES, SEED, 1, 0.), count, exclude) if count else []
+    return unseen(policy_shards(shards_for(count, SHARD), cache), count, exclude) if count else []
 
 
 def rare_moves(count, cache, exclude):
     "A: samples in which rare kinds of move are as frequent as in pre-training."
     if not count: return []
-    shards = -(-count*21//20//ENV_SHARD)
-    make_policy_data(cache, shards, SHARD, NODES, SEED, 1, 0.)    # a part of the moves is made on their positions
+    shards = shards_for(count, ENV_SHARD)
+    policy_shards(shards, cache)    # a part of the moves is made on their positions
     return unseen(make_env_data(cache, shards, ENV_SHARD, SEED, 1), count, exclude)
 
 

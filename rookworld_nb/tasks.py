@@ -11,8 +11,8 @@ __all__ = ['MAX_MOVES', 'HISTORY_PLIES', 'FIELD_WIDTHS', 'ANSWER_TOKENS', 'TaskF
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from numbers import Real
 from functools import lru_cache
+from numbers import Real
 from typing import NamedTuple
 
 # %% ../nbs/02_tasks.ipynb #bdf869a5
