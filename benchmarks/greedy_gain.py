@@ -21,8 +21,8 @@ import pandas as pd
 
 from rookworld_nb.checkpoint import newest_checkpoint
 from rookworld_nb.config import TrainConfig
-from rookworld_nb.evaluate import OUTCOMES, compare, evaluate, select_rows
-from rookworld_nb.positions import PromptMix, apart_from, by_task, read_lines, seen_positions, shipped, shipped_positions
+from rookworld_nb.evaluate import compare, evaluate, select_rows
+from rookworld_nb.positions import OUTCOMES, PromptMix, apart_from, by_task, read_lines, seen_positions, shipped, shipped_positions
 from rookworld_nb.pretrain import make_env_data, make_policy_data, natural_env_sample, read_excluded
 from rookworld_nb.rewards import RewardScorer
 from rookworld_nb.rules import fen_key

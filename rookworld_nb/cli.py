@@ -54,7 +54,7 @@ class UsageError(ValueError):
 
 def stdin_lines() -> Iterator[str]:  # as they come
     "The lines of standard input."
-    try: yield from sys.stdin
+    try: yield from (line.removeprefix('\ufeff') for line in sys.stdin)
     except UnicodeDecodeError as error: raise UsageError(f'standard input: not UTF-8 text: {error}') from None
 
 # %% ../nbs/25_cli.ipynb #1913ef0e
@@ -134,7 +134,7 @@ def parse_value(
             raise UsageError(f'{text!r} is not one of {", ".join(choices)}')
         return choices[text]
     try:
-        value = Path(text).expanduser() if kind is Path and text else kind(text)
+        value = Path(os.path.expanduser(text)) if kind is Path and text else kind(text)
         unfit = math.isnan(value) if kind is float else kind is int and abs(value) >= 2**63    # of no use to PyTorch
         if text and not unfit:
             return value
@@ -223,7 +223,7 @@ def settings_in(
 ) -> dict[str, str]:  # name -> the value as it would be typed
     "Read a file of settings."
     try:
-        table = tomllib.loads(Path(path).read_text(encoding='utf-8-sig'))
+        table = tomllib.loads(Path(os.path.expanduser(path)).read_text(encoding='utf-8-sig'))
     except OSError as error:
         raise UsageError(f'--config {path}: {error.strerror}') from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -280,7 +280,7 @@ def input_lines(
     "What a command works on."
     if not words and sys.stdin.isatty():
         raise UsageError(f'no {what}: give them as arguments, or as lines on standard input')
-    lines = [line.strip('\r\n').removeprefix('\ufeff') for line in (words or stdin_lines())]
+    lines = [line.strip('\r\n') for line in (words or stdin_lines())]
     for number, line in enumerate(lines, 1):
         try: line.encode()
         except UnicodeEncodeError: raise UsageError(f'{what}, line {number}: not UTF-8 text') from None
@@ -437,7 +437,7 @@ def score(
     rewards,                             # what was given of a rewards.RewardConfig, one flag each
     engine: bool = False,                # ask Stockfish about P: prompts without a target
     nodes: int | None = None,            # Stockfish's search limit per position, with --engine; none: 1000 nodes
-    stockfish_path: Path | None = None,  # the executable; none looks for it
+    stockfish_path: str | None = None,   # the executable; none looks for it
 ) -> None:
     "Write the same lines in the same order with reward and components."
     from rookworld_nb.rewards import RewardConfig, RewardScorer
@@ -465,7 +465,7 @@ def positions_in(
     from rookworld_nb.tasks import parse_policy
     *lines, torn = path.read_bytes().decode(errors='replace').split('\n') if path.exists() else ['']
     begun = 'P: '.startswith(torn[:3]) and re.fullmatch(r'[1-8pnbrqkPNBRQK/]*( .*)?', torn[3:])
-    good = [*(parse_policy(line).fen is not None for line in lines), bool(begun)]
+    good = [*('\ufffd' not in line and parse_policy(line).fen is not None for line in lines), bool(begun)]
     if not all(good):
         raise UsageError(f'{path}, line {good.index(False) + 1}: not a P: line; label adds only to files of its own')
     return labelled_in(path)
@@ -480,7 +480,7 @@ def label(
     nodes: int = 1000,                   # search limit per position, nodes
     seed: int = 0,                       # of the order of the moves in a line
     padded: bool = True,                 # fixed-width fields, as in the public data
-    stockfish_path: Path | None = None,  # the executable; none looks for it
+    stockfish_path: str | None = None,   # the executable; none looks for it
 ) -> None:
     "Write a P: line with Stockfish's five best moves for every position; killed, the same command goes on."
     from rookworld_nb.positions import Labelling, count_moves, fen_in, label_files, locked, policy_line
@@ -488,7 +488,7 @@ def label(
     if input:
         if fens or output is None:
             raise UsageError('--input: needs --output, a new file, and no positions beside it')
-        job = Labelling(str(output), shards, nodes, seed, padded, stockfish_path and str(stockfish_path))
+        job = Labelling(str(output), shards, nodes, seed, padded, stockfish_path)
         return emit(json.dumps(label_files(job, input, processes)))
     at_least_one(processes=processes, shards=shards)
     if output and output.suffix == '.gz': raise UsageError(f'--output {output}: plain text is added to it; not .gz')
@@ -605,7 +605,7 @@ def suite_openings(
     suite: tuple[str, ...],       # what to measure
     games: int,                   # of self-play, and of a match
     levels: tuple[str, ...],      # of the opponents
-    stockfish_path: Path | None,  # the executable; None: looked for
+    stockfish_path: str | None,   # the executable; None: looked for
 ) -> list[str]:                   # FENs, one a game
     "The openings, if games are asked for and can be played."
     from rookworld_nb.positions import opening_positions
@@ -639,7 +639,7 @@ def play_suites(
     openings: list[str],          # of `suite_openings`
     samples: int,                 # answers to each puzzle
     levels: tuple[str, ...],      # of the opponents
-    stockfish_path: Path | None,  # the executable; None: looked for
+    stockfish_path: str | None,   # the executable; None: looked for
 ) -> Iterator[tuple]:             # name, table by metric
     "Solve puzzles and play games."
     import pandas as pd
@@ -666,7 +666,7 @@ def evaluate_model(
     games: int = 20,                         # of self-play, and of a match; even, both sides play White
     levels: tuple[str, ...] = WEAKEST,       # of stockfish: skill=0 to skill=20, elo=N, nodes=N
     history_plies: int = 1,                  # selfplay: plies in an A: prompt; the public model knows 10
-    stockfish_path: Path | None = None,      # the engine; none: looked for
+    stockfish_path: str | None = None,       # the engine; none: looked for
     seed: int = 0,                           # of the sampling
     batch: int = 256,                        # completions at a time
     device: str = 'auto',                    # cpu, cuda, cuda:1; auto takes the GPU where there is one
@@ -849,7 +849,7 @@ def push(
 ) -> None:
     "Send a model folder to the hub: weights, tokenizer and model card, in one commit."
     from rookworld_nb import weights
-    if model != 'nano' and not Path(model).is_dir():
+    if model != 'nano' and not os.path.isdir(os.path.expanduser(model)):
         raise UsageError(f'--model {model}: there is no such folder')
     files = weights.push_list(weights.model_folder(model), to, revision)
     for line in weights.push_lines(files): emit(line)

@@ -107,7 +107,7 @@ UPDATE_METRICS = (
     Metric('entropy', 'mean_t H, over the whole vocabulary', 'nats/token', 'grpo', (.1, 3), (.02, 6),
            'the policy hardly varies: groups of equal completions, no advantage, no learning',
            'the policy is guessing: it unlearns what it knew'),
-    Metric('clip_ratio/region_mean', 'tokens held back by the clip / tokens', 'share', 'grpo', (0, .3), (0, .5),
+    Metric('clip_ratio/region_mean', 'tokens (or sequences) held back by the clip / all', 'share', 'grpo', (0, .3), (0, .5),
            if_high='updates are larger than the trust region: lower the learning rate or replay less'),
     Metric('clip_ratio/low_mean', 'of these w < 1 - eps with A < 0 / tokens', 'share', 'grpo', (0, .3), (0, .5),
            if_high='too many tokens pushed below the clip range'),
@@ -417,7 +417,8 @@ class Chart:
         if self.fill is not None: self.fill.remove()
         edges = [smooth(column(table, name)) for name in self.panel.band or ()]
         self.fill = self.axes.fill_between(step, *edges, color=BLUE, alpha=.14, lw=0) if edges else None
-        light = light_of(self.panel.lines[0][0], drawn[0][-1]) if len(step) else None
+        measured = len(step) and np.isfinite(drawn[0][-1])    # a gap is no light: the row may lack the metric
+        light = light_of(self.panel.lines[0][0], drawn[0][-1]) if measured else None
         self.last.set_data((step[-1:], smooth(drawn[0])[-1:]) if light else ([], []))
         if light: self.last.set_color(LIGHT_COLOURS[light.colour])
         self.axes.set_ylim(*view_limits(drawn + edges + self.fixed, self.panel.view))
@@ -470,7 +471,7 @@ def values_of(
     """Take numbers out of a row; a name that is not there is an error that lists what is."""
     if missing := [name for name in names if name not in metrics]:
         raise MetricError(f'no {", ".join(missing)} in the row; it holds {", ".join(metrics) or "nothing"}')
-    return [float(metrics[name]) for name in names]
+    return [math.nan if metrics[name] is None else float(metrics[name]) for name in names]    # null in a file
 
 
 def console_line(
@@ -492,7 +493,7 @@ def health_report(
     """The health of one step: its main numbers, and the light of the whole row."""
     step, reward, std = values_of(metrics, 'step', 'reward', 'reward_std')
     kl, kl_95, clip, entropy, ratio = (
-        format(metrics[name], kind) if name in metrics else 'n/a'    # without a reference, or without a token
+        format(*values_of(metrics, name), kind) if name in metrics else 'n/a'    # without a reference, or without a token
         for name, kind in (('kl', '.4f'), ('kl_95pct', '.4f'), ('clip_ratio/region_mean', '.1%'), ('entropy', '.3f'),
                            ('ratio_max', '.2f')))
     return (f'Health Report Step {step:.0f}: KL={kl} (95p={kl_95}), Reward={reward:.3f}±{std:.3f}, '

@@ -10,7 +10,8 @@ __all__ = ['logger', 'EMPTY', 'SQUARES', 'PROMOTIONS', 'CASTLING', 'HEADS', 'TOK
            'cornered_king', 'bare_capture', 'find_kind', 'make_env_data', 'ranked', 'legal_list', 'Rows', 'pack',
            'batches', 'square_slots', 'token_weights', 'completion_loss', 'completion_mask', 'board_init_',
            'check_pretrain', 'PretrainConfig', 'batch_kinds', 'learning_rate', 'first_model', 'train', 'validate',
-           'make_stress', 'read_excluded', 'prepare', 'natural_env_sample', 'make_prompts', 'pretrain']
+           'make_stress', 'read_excluded', 'prepare', 'natural_env_sample', 'with_rare_outcomes', 'make_prompts',
+           'pretrain']
 
 # %% ../nbs/11_pretrain.ipynb #2896c040
 import functools
@@ -38,10 +39,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .model import GPT, GPTConfig
-from .positions import (Progress, Sample, apart_from, by_task, locked, random_endgame, read_lines,
-                                    replacing, seen_positions, shipped_positions, write_lines)
-from .rules import InvalidFen, Stockfish, env_step, fen_key, legal_moves
-from .tasks import format_env, format_policy, parse_policy, policy_prompt, split_line
+from .positions import (OUTCOMES, Progress, Sample, apart_from, by_task, locked, outcome, random_endgame,
+                                    read_lines, replacing, seen_positions, shipped_positions, write_lines)
+from .rules import Stockfish, env_step, fen_key, legal_moves
+from .tasks import format_env, format_policy, is_fen, parse_env, parse_policy, policy_prompt, split_line
 from .weights import END_TOKEN, end_token_id, load_pretrained, save_pretrained
 
 # %% ../nbs/11_pretrain.ipynb #e03dc619
@@ -519,7 +520,7 @@ def batches(
         yield from (dealt[i] for i in picks[start:])
         start, epoch = max(0, start - len(dealt)), epoch + 1
 
-# %% ../nbs/11_pretrain.ipynb #ecdbe915
+
 def _by_length(ordered: np.ndarray, lengths: np.ndarray, tokens: int) -> Iterator[np.ndarray]:
     "Cut rows sorted by length into batches of at most `tokens` padded tokens."
     first = 0
@@ -889,14 +890,14 @@ def read_excluded(
     "Positions that must not be learned from."
     keys = []
     try:
-        lines = Path(path).read_text(encoding='utf-8').splitlines() if path else []
+        lines = Path(os.path.expanduser(path)).read_text(encoding='utf-8-sig').splitlines() if path else []
     except (OSError, UnicodeDecodeError) as error:
         raise PretrainError(f'--exclude {path}: {getattr(error, "strerror", None) or "not a text file"}') from None
     for number, line in enumerate(lines, 1):
-        try:
-            keys += [fen_key(line)] if line.strip() else []
-        except InvalidFen as error:
-            raise PretrainError(f'--exclude {path}, line {number}: {error}') from None
+        position = ' '.join(line.split()[:4])    # of a FEN or of an EPD
+        if position and not is_fen(f'{position} 0 1', strict=True):
+            raise PretrainError(f'--exclude {path}, line {number}: not a FEN: {line[:80]!r}')
+        keys += [fen_key(position)] if position else []
     return keys
 
 
@@ -955,6 +956,17 @@ def natural_env_sample(
     return env_sample(sample.fen, rng.choice(moves))
 
 
+def with_rare_outcomes(
+    mix: list[Sample],  # A: samples of all kinds
+    count: int,         # how many of them
+) -> list[Sample]:  # the first of each outcome: a tenth mates, a tenth draws, a tenth illegal moves, the rest ordinary
+    "Rare outcomes in equal numbers, because a run learns to say what it is often asked for at the cost of the rest."
+    by_outcome = {name: [] for name in (*OUTCOMES, 'ordinary')}
+    for sample in mix: by_outcome[outcome(parse_env(sample.completion))].append(sample)
+    rare = [sample for name in OUTCOMES for sample in by_outcome[name][:count//10]]
+    return rare + by_outcome['ordinary'][:count-len(rare)]
+
+# %% ../nbs/11_pretrain.ipynb #444708d4
 def make_prompts(
     folder: str | Path,        # of the pre-training, with its prompts/
     rare: list[Sample],        # the set of rare moves, which must stay unseen too
@@ -976,12 +988,12 @@ def make_prompts(
     env = [natural_env_sample(sample, rng) for sample in positions[n_heldout:]]
     env += rng.sample(pools['A', 'held'], min(300, len(pools['A', 'held'])))
     held += rng.sample(env, len(env))
-    asked = {fen_key(sample.fen) for sample in held}
-    policy, mix = ([sample for sample in pools[task, 'train'] if fen_key(sample.fen) not in asked] for task in 'PA')
+    taken = seen_positions(held + rare)
+    policy, mix = (apart_from(pools[task, 'train'], taken) for task in 'PA')
     rng = random.Random(f'{seed} training prompts')
     natural = [natural_env_sample(sample, rng) for sample in policy[:n_env*5//8]]
-    train = policy[:n_policy] + natural + mix[:n_env*3//8]
-    return apart_from(train, seen_positions(held + rare)), held    # an answer may show what another prompt asks
+    train = policy[:n_policy] + apart_from(natural, taken) + with_rare_outcomes(mix, n_env*3//8)
+    return train, held
 
 # %% ../nbs/11_pretrain.ipynb #a4c7ef07
 def pretrain(

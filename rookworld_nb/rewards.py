@@ -41,7 +41,7 @@ class RewardConfigError(ValueError):
 @dataclass(frozen=True)
 class RewardTerms:
     """What each part of an answer counts, and how it is measured; a training run has these settings too."""
-    penalty: float = -0.3                     # reward of a blend of 0; graduated, ladder: of an unreadable answer
+    penalty: float = -0.3                     # of a blend of 0; graduated: of an unreadable answer; ladder: without a rung
     policy_format_weight: float = 2.0         # P: weight of the format
     candidates_weight: float = 1.5            # P: weight of the overlap with the engine's moves
     evals_weight: float = 1.0                 # P: weight of the evaluations' closeness
@@ -319,10 +319,11 @@ def shape_reward(
         return cfg.penalty + (1 - cfg.penalty)*raw
     if cfg.shaping == 'binary':
         return float(raw > .5)
+    if cfg.shaping == 'ladder':
+        rung = ladder_rung(judged, raw)
+        return rung/5 if rung or judged.readable else cfg.penalty
     if not judged.readable:
         return cfg.penalty
-    if cfg.shaping == 'ladder':
-        return ladder_rung(judged, raw)/5
     return next((reward for limit, reward in GRADES if raw < limit), 1.)
 
 # %% ../nbs/05_rewards.ipynb #aa7ed615
@@ -353,8 +354,8 @@ def stored_truth(
     """Read a stored target; cached, because every prompt is scored many times."""
     if task_of(prompt) == 'P':
         answer = parse_policy(target)
-        if not answer.moves or len(answer.moves) != len(answer.evals):
-            raise BadTarget(f'target {target!r} must list moves and as many evaluations')
+        if not 1 <= len(answer.moves) == len(answer.evals) <= MAX_MOVES:
+            raise BadTarget(f'target {target!r} must list 1 to {MAX_MOVES} moves and as many evaluations')
         fen = read_prompt(prompt).fen
         if wrong := [m for i, m in enumerate(answer.moves) if m not in legal_moves(fen) or m in answer.moves[:i]]:
             raise BadTarget(f'target {target!r}: {wrong[0]} is illegal in {fen} or listed twice')

@@ -149,7 +149,7 @@ def find_stockfish(
 ) -> str:                            # path of an executable
     "Find the Stockfish executable."
     if path is not None:
-        if found := shutil.which(str(path)): return found
+        if found := shutil.which(os.path.expanduser(path)): return found
         raise EngineNotFound(f"no executable at {str(path)!r}; {_REMEDY}")
     for place in ('stockfish', '/usr/games/stockfish', '/usr/local/bin/stockfish', '/opt/homebrew/bin/stockfish'):
         if found := shutil.which(place): return found

@@ -685,4 +685,4 @@ def stockfish_opponent(
             search = chess.engine.Limit(nodes=limit or nodes, time=60)  # the time only wakes a watchdog
             yield lambda board: engine.play(board, search, game=object()).move
     except (chess.engine.EngineError, TimeoutError) as error:
-        raise SuiteError(f'Stockfish at {path}, level {level!r}: {error or "no answer"}') from None
+        raise SuiteError(f'Stockfish at {path}, level {level!r}: {str(error) or "no answer"}') from None

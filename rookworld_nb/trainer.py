@@ -297,9 +297,9 @@ def exact_token_kl(
     def one(hidden, ref_hidden):
         with torch.no_grad(): ref_logits = ref_model.logits(ref_hidden.to(there)).to(hidden.device)
         logits = model.logits(hidden)
-        logits, ref_logits = logits/micro.temperature, ref_logits/micro.temperature
-        return exact_kl(logits[None], ref_logits[None], direction).squeeze(0),
+        return exact_kl(logits[None]/temperature, ref_logits[None]/temperature, direction).squeeze(0),
     mask, size, there = micro.completion_mask, max(1, tile_elements//model.cfg.vocab_size), ref_model.wte.weight.device
+    temperature = micro.temperature or 1.    # greedy samples too are scored at 1
     values, = in_tiles(one, hidden, micro.ref_hidden[mask], size=size)
     return at_tokens(mask, values)
 
@@ -412,7 +412,7 @@ def accumulate_gradients(
         if first:
             check_first_update(learning.model, micro, columns['logprobs'], learning.config)
         loss, metrics = learning.loss(columns)
-        loss.backward()
+        if loss.requires_grad: loss.backward()    # a piece without a token may depend on frozen parameters alone
         seen.append({name: None if x is None else x.detach() for name, x in columns.items()})
     seen = seen_by_all(ranks, seen)
     whole = {name: None if x is None else stack_rows([columns[name] for columns in seen])

@@ -242,7 +242,7 @@ def save_pretrained(
     check_tokenizer(tokenizer, model.cfg)
     if dtype not in (None, *STORED):
         raise ModelFileError(f'dtype {dtype}: valid: None, {", ".join(map(str, STORED))}')
-    folder = Path(folder).expanduser().absolute()
+    folder = Path(os.path.expanduser(folder)).absolute()
     if folder.exists() and not folder.is_dir(): raise ModelFileError(f'{folder}: a file; give a folder')
     partial = folder.with_name(f'.{folder.name}.{os.getpid()}.partial')
     tensors = {f'transformer.{name}': (p.T if name.endswith(TRANSPOSED) else p).detach().to('cpu', dtype).contiguous()
@@ -301,8 +301,9 @@ def model_folder(
     if os.path.isdir(folder) and name:    # unlike Path's, this never raises
         if (folder/'metrics.jsonl').exists() or (folder/'final_checkpoint').is_dir():
             saved = sorted(folder.glob('checkpoint-*'), key=lambda path: (len(path.name), path.name))   # newest last
-            saved += [folder/last for last in ('model', 'final_checkpoint') if (folder/last).is_dir()]
-            which = f'its model is {str(saved[-1])!r}' if saved else 'it has no model yet'
+            ended = [folder/last for last in ('final_checkpoint', 'model') if (folder/last).is_dir()]
+            newest = max(ended + saved[-1:], key=lambda path: path.stat().st_mtime, default=None)    # a run may go on
+            which = f'its model is {str(newest)!r}' if newest else 'it has no model yet'
             raise ModelNameError(f'{name!r} is a run folder: {which}')
         if not (folder/'config.json').exists(): raise ModelFileError(f'no config.json in the folder {name!r}')
         return folder

@@ -26,8 +26,8 @@ from rookworld_nb.evaluate import TASK_METRICS, compare, evaluate
 from rookworld_nb.grpo import MissingInputError
 from rookworld_nb.kl import BatchShapeError
 from rookworld_nb.model import GPT, GPTConfig, SequenceError
-from rookworld_nb.positions import locked, read_lines, shipped
-from rookworld_nb.pretrain import board_tokenizer
+from rookworld_nb.positions import data_files, locked, read_lines, shipped
+from rookworld_nb.pretrain import board_tokenizer, read_excluded
 from rookworld_nb.rewards import RewardScorer
 from rookworld_nb.rules import Candidate, EngineNotFound, env_step, find_stockfish, legal_moves
 from rookworld_nb.scale import WorkersLost
@@ -282,7 +282,7 @@ MISTAKES = [
     ('eval --suite mate --games 4', '', ['--games 4', 'selfplay,stockfish', 'mate']), ('eval --suite mate --max-new-tokens 9', '', ['--max-new-tokens 9']),
     ('eval --suite policy,selfplay --stockfish-path gone', '', ['--stockfish-path gone', 'stockfish']),
     ('eval --suite selfplay --limit 2', '', ['--limit 2', 'selfplay']), ('eval --temperature .5,1,0.5', '', ['--temperature 0.5,1.0,0.5', 'more than once']),
-    ('eval --model killed', '', ["run folder: its model is 'killed/checkpoint-10'"]), ('eval --model begun', '', ['run folder', 'no model yet']),
+    ('eval --model killed', '', ["run folder: its model is 'killed/checkpoint-10'"]), ('eval --model goneon', '', ["run folder: its model is 'goneon/checkpoint-10'"]), ('eval --model begun', '', ['run folder', 'no model yet']),
     ('train --preset rtx4090 --group-size 3', '', ['--micro-batch-size 32', '--preset rtx4090']),
     ('eval --suite puzzles', '', ['puzzles', '--data', 'Lichess']),
     ('eval --suite puzzles,env --data lines.txt', '', ['puzzles', 'env']),
@@ -337,8 +337,9 @@ MISTAKES = [
 def test_a_mistake_costs_one_line_and_creates_nothing(words, stdin, named, call, cwd, monkeypatch):
     (cwd/'bad.toml').write_text('n = = 3')
     (cwd/'key.toml').write_text('seeds = 3')
-    for name in ('run/final_checkpoint', 'empty', 'torn', 'killed/checkpoint-10', 'killed/checkpoint-9', 'begun'): (cwd/name).mkdir(parents=True)
-    for name in ('killed/metrics.jsonl', 'begun/metrics.jsonl'): (cwd/name).touch()
+    for name in ('run/final_checkpoint', 'empty', 'torn', 'killed/checkpoint-10', 'killed/checkpoint-9', 'begun', 'goneon/final_checkpoint', 'goneon/checkpoint-2', 'goneon/checkpoint-10'): (cwd/name).mkdir(parents=True)
+    os.utime(cwd/'goneon/final_checkpoint', (0, 0))    # it was gone on with, and killed
+    for name in ('killed/metrics.jsonl', 'begun/metrics.jsonl', 'goneon/metrics.jsonl'): (cwd/name).touch()
     (cwd/'torn'/'config.json').write_text('{')
     (cwd/'utf16.txt').write_text(ROW, encoding='utf-16')
     (cwd/'onlyp.txt').write_text(shipped('train')[0].line)
@@ -863,3 +864,40 @@ def test_train_writes_a_run_that_eval_reads(call, tiny, cwd):
     assert code == 0 and json.loads(lines[0])['metrics']
     code, lines, errors = call('train', '--model', tiny, '--output-dir', 'run', *SMALL)
     assert code == 2 and 'run' in errors and len(errors.splitlines()) == 1
+
+
+def test_a_home_folder_is_found_behind_an_equals_sign(call, tmp_path, monkeypatch):
+    "The shell leaves `--flag=~/x` as it is."
+    monkeypatch.setenv('HOME', str(tmp_path))
+    (tmp_path/'settings.toml').write_text('steps = 7\n')
+    (tmp_path/'fens.txt').write_text(START + '\n')
+    code, lines, _ = call('train', '--plan', '--config=~/settings.toml', f'--output-dir={tmp_path/"run"}')
+    assert code == 0 and any('7' in line for line in lines)
+    assert data_files('~/fens.txt') == [tmp_path/'fens.txt'] and len(read_excluded('~/fens.txt')) == 1
+    code, _, said = call('push', '--model=~/nothing', '--to', 'a/b', '--dry-run')
+    assert code == 2 and 'no such folder' in said
+    (tmp_path/'model').mkdir()
+    code, _, said = call('push', '--model=~/model', '--to', 'a/b', '--dry-run')
+    assert code == 2 and 'no config.json' in said
+    code, _, said = call('generate', '--model=~nobody-of-this-name/m', PROMPT)
+    assert code == 2 and '~nobody-of-this-name/m' in said
+
+
+def test_a_byte_order_mark_on_standard_input_is_ignored(call):
+    assert call('score', stdin='\ufeff' + ROW)[:2] == call('score', stdin=ROW)[:2]
+    assert call('score', stdin=ROW)[0] == 0
+
+
+def test_a_labelled_file_with_a_bad_byte_is_refused(call, tmp_path):
+    path = tmp_path/'out.txt'
+    path.write_bytes(f'P: {START} M: e2e4 E: 0.3 B: e2e4\n'.encode() + f'P: {START} M: d2d4 E: 0.3 B: d2d4'.encode() + b'\xff\n')
+    code, _, said = call('label', START, '--output', path)
+    assert code == 2 and 'out.txt, line 2: not a P: line' in said and 'Traceback' not in said
+
+
+def test_an_engine_in_the_current_folder_is_found(call, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path/'engine').write_text('#!/bin/sh\n')
+    (tmp_path/'engine').chmod(0o755)
+    _, _, said = call('label', START, '--stockfish-path', './engine')
+    assert 'no executable' not in said and 'engine' in said    # it ran, and is no engine

@@ -191,6 +191,11 @@ def test_a_run_without_reference_has_no_kl():
     assert 'KL=n/a (95p=n/a), Reward=0.234' in health_report(row)
 
 
+def test_a_number_that_was_none_in_its_file_is_written_as_nan():
+    assert 'KL=nan (95p=0.0456)' in health_report(ROW | {'kl': None}) and 'Reward=nan' in health_report(ROW | {'reward': None})
+    assert 'Loss: nan' in console_line(ROW | {'loss': None})
+
+
 @pytest.mark.parametrize('write, name', [(console_line, 'loss'), (console_line, 'task_P/fraction'), (health_report, 'reward_std')])
 def test_a_missing_number_is_named(write, name):
     with pytest.raises(MetricError, match=f'no {name} in the row; it holds step'):
@@ -425,6 +430,12 @@ def test_last_point_wears_the_colour_of_its_light():
     for at, colour in ((None, 'green'), (10, 'red')):
         chart = plot_last(rows(40, collapse_at=at))
         assert chart.last.get_color() == monitor.LIGHT_COLOURS[colour]
+
+
+def test_a_gap_at_the_end_of_a_curve_has_no_light():
+    run = rows(40)
+    assert plot_last(run).last.get_xydata().shape == (1, 2)
+    assert plot_last(run + [{name: value for name, value in run[-1].items() if not name.startswith('kl')} | {'step': 41}]).last.get_xydata().shape == (0, 2)
 
 
 def plot_last(run):

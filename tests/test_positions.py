@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rookworld_nb.positions import (OPENINGS, SHIPPED, DataError, Progress, PromptMix, Sample, generate_positions, is_rare, opening_positions, random_endgame, read_lines,
+from rookworld_nb.positions import (OPENINGS, SHIPPED, DataError, Progress, PromptMix, Sample, generate_positions, is_rare, opening_positions, outcome, random_endgame, read_lines,
                                     seen_positions, shipped, split_by_position, spread, write_lines)
 from rookworld_nb.rules import env_step, fen_key, legal_moves
 from rookworld_nb.tasks import parse_env, parse_policy
@@ -139,6 +139,14 @@ def env_pool(usual, rare):
     "Samples of task A: ordinary moves, then mates, draws and illegal moves in turn."
     ends = ['0.001+0+0']*usual + [['1+1+0', '0.5+1+0', '-1+0+1'][i % 3] for i in range(rare)]
     return [Sample(f'A: {chess.STARTING_FEN[:-1]}{i}+e2e4+e2e4+', f'{chess.STARTING_FEN}+{end}') for i, end in enumerate(ends, 1)]
+
+
+@pytest.mark.parametrize('end, name', [('1.0+1+0', 'mate'), ('0.5+1+0', 'draw'), ('-1.0+0+1', 'illegal'), ('0.001+0+0', 'ordinary'),
+                                       ('x+1+0', 'unreadable'), ('0.5+x+0', 'unreadable'), ('0.5+1', 'unreadable'), ('', 'unreadable')])
+def test_an_outcome_is_read_from_reward_and_flags(end, name):
+    answer = f'{chess.STARTING_FEN}+{end}'
+    assert outcome(parse_env(answer)) == name
+    assert is_rare(Sample(f'A: {chess.STARTING_FEN}+e2e4+e2e4+', answer)) == (name in ('mate', 'draw', 'illegal'))
 
 
 @settings(max_examples=50)

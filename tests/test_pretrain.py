@@ -22,12 +22,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from rookworld_nb import pretrain as pretrain_module
-from rookworld_nb.positions import PUZZLES, Sample, generate_positions, locked, random_play, read_lines, seen_positions, shipped, write_lines
+from rookworld_nb.positions import (PUZZLES, Sample, by_task, generate_positions, locked, outcome, random_play, read_lines, seen_positions,
+                                    shipped, write_lines)
 from rookworld_nb.pretrain import (ENV_SHARES, HELD_SHARDS, ILLEGAL_SHARES, PROMPT_TOKENS, PretrainConfig, PretrainError, Rows,
                                    batches, board_tokenizer, completion_loss, completion_mask, env_sample, find_kind,
                                    first_model, illegal_move, legal_list, make_env_data, make_policy_data,
                                    make_prompts, make_stress, move_kind, pack, policy_sample, prepare, pretrain,
-                                   ranked, read_excluded, square_slots, token_weights, train, whole_shard)
+                                   ranked, read_excluded, square_slots, token_weights, train, whole_shard, with_rare_outcomes)
 from rookworld_nb.model import GPT, GPTConfig
 from rookworld_nb.rules import Candidate, env_step, fen_key, legal_moves
 from rookworld_nb.suites import shipped_puzzles
@@ -375,6 +376,25 @@ def test_prompts_show_no_position_of_the_evaluation(tmp_path, monkeypatch):
     assert train and held and shown & {fen_key(fen) for fen in after} and not seen_positions(train) & shown
 
 
+def test_rare_outcomes_come_in_equal_numbers():
+    line = lambda number, end: Sample(f'A: {chess.STARTING_FEN[:-1]}{number}+e2e4+e2e4+', f'{chess.STARTING_FEN}+{end}')
+    ends = ['0.001+0+0']*60 + ['1.0+1+0']*20 + ['0.5+1+0']*9 + ['-1.0+0+1']*3
+    mix = [line(number, end) for number, end in enumerate(ends, 1)]
+    random.Random(0).shuffle(mix)
+    for count, expected in ((50, (5, 5, 3, 37)), (10, (1, 1, 1, 7)), (200, (20, 9, 3, 60)), (0, (0, 0, 0, 0))):
+        chosen = with_rare_outcomes(mix, count)
+        names = [outcome(parse_env(sample.completion)) for sample in chosen]
+        assert tuple(map(names.count, ('mate', 'draw', 'illegal', 'ordinary'))) == expected
+        for name in set(names):    # the first of each, in their order
+            ours = [sample for sample in chosen if outcome(parse_env(sample.completion)) == name]
+            assert ours == [sample for sample in mix if outcome(parse_env(sample.completion)) == name][:len(ours)]
+
+
+def test_the_shipped_prompts_have_as_many_draws_as_mates_and_illegal_moves():
+    names = [outcome(parse_env(sample.completion)) for sample in by_task(shipped('train'))['A'][-1800:]]
+    assert names.count('mate') == names.count('draw') == names.count('illegal') == 180 and 'unreadable' not in names
+
+
 def test_a_model_with_other_words_is_refused(tmp_path):
     list(small_run(tmp_path))
     path = tmp_path/'model'/'tokenizer.json'
@@ -392,6 +412,22 @@ def test_what_is_excluded_is_read_line_by_line(tmp_path):
     assert read_excluded(str(file)) == ['rnbqkbnr/pppppppp/8/8/8/8/PPPPPPPP/RNBQKBNR w KQkq -'] and read_excluded(None) == []
     file.write_text('rnbqkbnr/pppppppp/8/8/8/8/PPPPPPPP/RNBQKBNR w KQkq - 0 1\ne4\n')
     with pytest.raises(PretrainError, match='fens.txt, line 2'): read_excluded(str(file))
+
+
+@pytest.mark.parametrize('line', ['this is no position', '{"fen": "rnbqkbnr/pppppppp/8/8/8/8/PPPPPPPP/RNBQKBNR w KQkq - 0 1"}',
+                                  'P: rnbqkbnr/pppppppp/8/8/8/8/PPPPPPPP/RNBQKBNR w KQkq - 0 1 M: e2e4 E: 0.3 B: e2e4',
+                                  'rnbqkbnr/pppppppp/8/8/8/8/PPPPPPPP w KQkq - 0 1'])
+def test_what_is_no_position_excludes_nothing_and_is_refused(tmp_path, line):
+    file = tmp_path/'fens.txt'
+    file.write_text(chess.STARTING_FEN + '\n' + line + '\n')
+    with pytest.raises(PretrainError, match='fens.txt, line 2: not a FEN'): read_excluded(str(file))
+
+
+@pytest.mark.parametrize('line', ['\ufeffrnbqkbnr/pppppppp/8/8/8/8/PPPPPPPP/RNBQKBNR w KQkq - 0 1', 'rnbqkbnr/pppppppp/8/8/8/8/PPPPPPPP/RNBQKBNR w KQkq -',
+                                  'rnbqkbnr/pppppppp/8/8/8/8/PPPPPPPP/RNBQKBNR w KQkq - bm e4; id "first";'])
+def test_positions_are_excluded_however_they_are_written(tmp_path, line):
+    (tmp_path/'fens.txt').write_text(line, encoding='utf-8')
+    assert read_excluded(str(tmp_path/'fens.txt')) == ['rnbqkbnr/pppppppp/8/8/8/8/PPPPPPPP/RNBQKBNR w KQkq -']
 
 
 def test_no_shipped_position_is_learned_from(tmp_path, monkeypatch):

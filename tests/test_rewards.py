@@ -17,7 +17,7 @@ from torch.testing import assert_close
 from rookworld_nb.positions import shipped
 from rookworld_nb.rewards import (BadTarget, EngineSilent, MissingTarget, PolicyTruth, RewardConfig, RewardConfigError, RewardScorer,
                                   RunningNorm, Scaling, Shaping, blend_shares, engine_questions, env_scores, evals_score, candidates_score,
-                                  judge_policy, scale_score)
+                                  judge_policy, scale_score, stored_truth)
 from rookworld_nb.rules import Candidate, EngineError, EngineNotFound, Stockfish, env_step, find_stockfish, legal_moves
 from rookworld_nb.tasks import PolicyAnswer, env_prompt, format_env, format_policy, parse_env, parse_policy, policy_prompt, split_line
 
@@ -126,6 +126,22 @@ def test_graduated_steps_and_unreadable():
         == pytest.approx([1, .6, .2, -.3, -.3])
     assert rewards(CFG, [(A, RIGHT), (A, COPY), (A, ILLEGAL), (A, RIGHT + '+0'), (A, '')]).tolist() \
         == pytest.approx([1, .8, .6, -.3, -.3])
+
+
+def test_the_ladder_pays_for_beginnings():
+    "A third of the way is a third of the way, though nobody could read the whole answer."
+    climb = RewardConfig(shaping='ladder')
+    moves = GOOD.partition(' E:')[0]
+    assert rewards(climb, [(P, 'x'), (P, moves), (P, GOOD.partition(' B:')[0]), (P, GOOD)])[[0, 1, 3]].tolist() == pytest.approx([-.3, .2, 1])
+    assert rewards(climb, [(P, GOOD.partition(' B:')[0])]).item() >= .6
+    assert rewards(climb, [(P, ' M: a1a8 E: 0.5 B: a1a8')]).item() == 0    # readable, and not one legal move
+    assert rewards(climb, [(A, 'x'), (A, NEW), (A, f'{NEW}+0.001+0'), (A, f'{NEW}+0.001+0+0+0'), (A, RIGHT)]).tolist() \
+        == pytest.approx([-.3, .2, .2, .4, 1])
+
+
+def test_a_target_of_more_moves_than_an_answer_may_have_is_refused():
+    with pytest.raises(BadTarget, match='1 to 5 moves'):
+        stored_truth(P, ' M: f1b5 f1c4 b1c3 d2d4 f1d3 a2a3 E: 0.5 0.4 0.3 0.2 0.1 0.0 B: f1b5')
 
 
 def test_a_sum_of_parts_at_a_limit_counts_as_the_limit():

@@ -509,6 +509,19 @@ def test_frozen_parameters_stay(model):
     assert len([p for group in build_optimizer(model, config()).param_groups for p in group['params']]) == len(before) - 1
 
 
+def test_a_piece_without_a_token_needs_no_gradient(model):
+    "With a frozen embedding nothing that the piece computes depends on a trained parameter."
+    model.wte.weight.requires_grad_(False)
+    experience = uneven(model)
+    first, *others = experience.parts
+    mask = first.loss_mask.clone()
+    mask[:experience.parts[0].rollouts.group_size] = False
+    before = weights(model)
+    row, = steps(Trainer(model, config(micro_batch_size=first.rollouts.group_size, kl=KLConfig(kl_coef=0.))),
+                 [replace(experience, parts=(replace(first, loss_mask=mask), *others))], 1)
+    assert row['grad_norm'] > 0 and not same(model, before)
+
+
 def test_the_gradient_is_clipped_to_the_length(model, monkeypatch):
     trainer, lengths = Trainer(model, config(grad_clip=.01)), []
     step = trainer.optimizer.step
@@ -684,6 +697,19 @@ def test_an_exact_kl_is_that_of_the_whole_distributions_and_so_is_its_gradient(b
     assert metrics['loss'] == pytest.approx(.7*kl.item(), rel=1e-4)
     for gradient, p in zip(found, model.parameters()):
         assert_close(gradient, p.grad, atol=1e-5, rtol=1e-3)
+
+
+def test_greedy_samples_have_an_exact_kl_too(base):
+    "Temperature 0 counts as 1, as it does for log-probabilities."
+    reference, model = copy.deepcopy(base), counting_policy(steps=60, seed=4)
+    experience, found = uneven(model, ref_model=reference, temperature=1., keep_ref_hidden=True), []
+    for temperature in (1., 0.):
+        asked = with_rollouts(experience, lambda r: replace(r, temperature=temperature))
+        items = items_of(asked, 'dapo')
+        settings = config(kl_estimator='forward', kl=KLConfig(kl_coef=.7))
+        metrics, _ = accumulate_gradients(Learning(model, settings, .7, items, items, 3, reference), asked)
+        found.append(metrics['kl'])
+    assert found[0] == found[1] > .01
 
 
 def test_an_exact_kl_needs_the_reference(model):
