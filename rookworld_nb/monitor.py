@@ -107,8 +107,8 @@ UPDATE_METRICS = (
     Metric('entropy', 'mean_t H, over the whole vocabulary', 'nats/token', 'grpo', (.1, 3), (.02, 6),
            'the policy hardly varies: groups of equal completions, no advantage, no learning',
            'the policy is guessing: it unlearns what it knew'),
-    Metric('clip_ratio/region_mean', 'tokens (or sequences) held back by the clip / all', 'share', 'grpo', (0, .3), (0, .5),
-           if_high='updates are larger than the trust region: lower the learning rate or replay less'),
+    Metric('clip_ratio/region_mean', 'tokens (or sequences) held back by the clip / all', 'share', 'grpo', (0, .3),
+           (0, .5), if_high='updates are larger than the trust region: lower the learning rate or replay less'),
     Metric('clip_ratio/low_mean', 'of these w < 1 - eps with A < 0 / tokens', 'share', 'grpo', (0, .3), (0, .5),
            if_high='too many tokens pushed below the clip range'),
     Metric('clip_ratio/high_mean', 'of these w > 1 + eps with A > 0 / tokens', 'share', 'grpo', (0, .3), (0, .5),
@@ -493,7 +493,7 @@ def health_report(
     """The health of one step: its main numbers, and the light of the whole row."""
     step, reward, std = values_of(metrics, 'step', 'reward', 'reward_std')
     kl, kl_95, clip, entropy, ratio = (
-        format(*values_of(metrics, name), kind) if name in metrics else 'n/a'    # without a reference, or without a token
+        format(*values_of(metrics, name), kind) if name in metrics else 'n/a'    # without a reference or a token
         for name, kind in (('kl', '.4f'), ('kl_95pct', '.4f'), ('clip_ratio/region_mean', '.1%'), ('entropy', '.3f'),
                            ('ratio_max', '.2f')))
     return (f'Health Report Step {step:.0f}: KL={kl} (95p={kl_95}), Reward={reward:.3f}±{std:.3f}, '
