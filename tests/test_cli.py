@@ -328,8 +328,8 @@ MISTAKES = [
     ('train --eval-policy 1000000', '', ['--eval-policy', '1000000']),
     ('pretrain --steps 0', '', ['steps', '0']),
     ('pretrain --lr fast', '', ['--lr', 'fast']),
-    ('pretrain --env-share -.5 --legal-share .6', '', ['--env-share -0.5', 'at least 0']),
-    ('pretrain --env-share .5 --legal-share .5', '', ['--legal-share 0.5', 'together below 1']),
+    ('pretrain --env-share -.5 --verdict-share .6', '', ['--env-share -0.5', 'at least 0']),
+    ('pretrain --env-share .5 --verdict-share .5', '', ['--verdict-share 0.5', 'together below 1']),
 ]
 
 

@@ -1,4 +1,4 @@
-"Beside 19_config: what is refused when a configuration is made, and presets."
+"Beside 20_config: what is refused when a configuration is made, and presets."
 import math
 import re
 from pathlib import Path

@@ -3,6 +3,7 @@ import json
 import math
 import os
 import random
+import re
 import resource
 import subprocess
 import sys
@@ -25,14 +26,16 @@ from rookworld_nb import pretrain as pretrain_module
 from rookworld_nb.positions import (PUZZLES, Sample, by_task, generate_positions, locked, outcome, random_play, read_lines, seen_positions,
                                     shipped, write_lines)
 from rookworld_nb.pretrain import (ENV_SHARES, HELD_SHARDS, ILLEGAL_SHARES, PROMPT_TOKENS, PretrainConfig, PretrainError, Rows,
-                                   batches, board_tokenizer, completion_loss, completion_mask, env_sample, find_kind,
-                                   first_model, illegal_move, legal_list, make_env_data, make_policy_data,
+                                   batches, board_tokenizer, completion_loss, completion_mask, env_sample, exposes_king, find_kind,
+                                   first_model, illegal_move, make_env_data, make_policy_data,
                                    make_prompts, make_stress, move_kind, pack, policy_sample, prepare, pretrain,
-                                   ranked, read_excluded, square_slots, token_weights, train, whole_shard, with_rare_outcomes)
+                                   ranked, read_excluded, token_weights, train, verdict, verdicts, whole_shard,
+                                   with_rare_outcomes)
 from rookworld_nb.model import GPT, GPTConfig
 from rookworld_nb.rules import Candidate, env_step, fen_key, legal_moves
 from rookworld_nb.suites import shipped_puzzles
 from rookworld_nb.tasks import parse_env, parse_policy
+from rookworld_nb.weights import load_pretrained
 
 TOKENIZER = board_tokenizer()
 FENS = [position.fen for position in generate_positions(60, seed=5)]
@@ -88,7 +91,7 @@ def why_illegal(board, move):
     alone.turn = piece.color
     between = chess.SquareSet.between(move.from_square, move.to_square) & board.occupied
     target = board.piece_at(move.to_square)
-    if move in board.pseudo_legal_moves: way.add('check')
+    if move in board.pseudo_legal_moves: way.add('king' if piece.piece_type == chess.KING else 'exposed')
     elif move.to_square not in alone.attacks(move.from_square): way.add('reach')
     elif between: way.add('blocked')
     elif target is None or target.color == board.turn: way.add('target')
@@ -97,10 +100,12 @@ def why_illegal(board, move):
 
 @pytest.mark.parametrize('kind', ILLEGAL_SHARES)
 def test_a_move_is_illegal_in_the_way_that_was_asked_for(kind, monkeypatch):
-    "A draw of any square may hit any way, and a target may be out of bounds for the king."
+    "A draw of any square may hit any way, and a target may be out of bounds for the king or a pinned piece."
     monkeypatch.setattr('rookworld_nb.pretrain.ILLEGAL_SHARES', {kind: 1.})
-    rng, may_be = random.Random(0), {'reach': set(ILLEGAL_SHARES), 'target': {'target', 'check'}}
-    found = [why_illegal(board, chess.Move.from_uci(illegal_move(board, rng))) for board in EXPOSED for _ in range(10)]
+    rng, may_be = random.Random(0), {'reach': set(ILLEGAL_SHARES), 'target': {'target', 'king', 'exposed'}}
+    having = [board for board in EXPOSED if kind not in ('king', 'exposed') or any(
+        why_illegal(board, move) == {kind} for move in board.pseudo_legal_moves if not board.is_legal(move))]
+    found = [why_illegal(board, chess.Move.from_uci(illegal_move(board, rng))) for board in having for _ in range(10)]
     assert all(way and way <= may_be.get(kind, {kind}) for way in found)
     assert sum(kind in way for way in found) > len(found)/2
 
@@ -122,6 +127,9 @@ def test_find_kind_finds_that_kind(kind):
         answer.new_fen, answer.reward, answer.terminated, answer.truncated)
     if kind == 'illegal':
         assert truth.truncated
+        ways = [why_illegal(chess.Board(line.fen), chess.Move.from_uci(line.uci)) for line in
+                (parse_env(find_kind(kind, FENS, random.Random(seed)).line) for seed in range(400))]
+        assert all(sum(way in found for found in ways)/400 > .5*share for way, share in ILLEGAL_SHARES.items())
     else:
         assert move_kind(chess.Board(asked.fen), chess.Move.from_uci(asked.uci)) == kind
 
@@ -150,11 +158,47 @@ def test_bfloat16_learns_from_nearly_the_same_loss():
     assert 0 < (exact - rough).abs().max() < .05 and rough.dtype == torch.float32
 
 
-def test_legal_lists_hold_all_legal_moves():
-    for fen in FENS[::7]:
-        prompt, completion = legal_list(fen)
-        assert prompt == f'P: {fen} L:' and set(completion.split()) <= legal_moves(fen)
-        assert len(completion.split()) == min(60, len(legal_moves(fen)))
+def verdict_row(fen):
+    return verdicts(fen, random.Random(fen))
+
+
+def test_verdicts_are_those_of_the_rules():
+    said = ''
+    for fen in FENS:
+        prompt, completion = verdict_row(fen)
+        position = prompt.removeprefix('A: ').removesuffix('+')
+        judged = re.findall(r'([a-h][1-8][a-h][1-8][qrbn]?)(.)', completion)
+        assert len(judged) == len({uci for uci, _ in judged}) == 24 and ''.join(map(''.join, judged)) == completion
+        for uci, word in judged:
+            step = env_step(position, uci, [uci])
+            check = not step.truncated and chess.Board(step.new_fen).is_check()
+            assert word == ('?' if step.truncated else '.!'[check] if not step.terminated else '#' if step.reward == 1 else '=')
+        said += ''.join(word for _, word in judged)
+    assert .5 < said.count('?')/len(said) < .7 and set(said) >= set('?.!#')
+
+
+@pytest.mark.parametrize(('fen', 'uci', 'word'), [
+    ('k7/8/1K6/8/8/8/8/7R w - - 0 1', 'h1h8', '#'), ('k7/8/1K6/8/8/8/8/7R w - - 0 1', 'h1a1', '!'), ('k7/8/1K6/8/8/8/8/7R w - - 0 1', 'h1b1', '.'),
+    ('k7/8/2K5/8/8/8/8/7Q w - - 0 1', 'c6c7', '!'), ('7k/8/5KQ1/8/8/8/8/8 w - - 0 1', 'f6f7', '='), ('k7/8/1K6/8/8/8/8/7R w - - 0 1', 'b6a7', '?'),
+    ('7k/P7/8/8/8/8/8/K7 w - - 0 1', 'a7a8q', '!')])
+def test_a_verdict(fen, uci, word):
+    board = chess.Board(fen)
+    assert verdict(board, chess.Move.from_uci(uci)) == word and board.fen() == fen
+
+
+@pytest.mark.parametrize(('fen', 'exposed'), [
+    ('4r2k/8/8/8/8/8/4R3/4K3 w - - 0 1', True), ('4r2k/8/8/8/8/8/4P3/4K3 w - - 0 1', False), ('4r2k/8/8/8/8/8/3R4/4K3 w - - 0 1', True),
+    ('3r3k/8/8/8/8/8/4R3/4K3 w - - 0 1', False)])    # pinned; pinned but it has no other way to go; in check; only the king is held
+def test_a_position_exposes_its_king(fen, exposed):
+    assert exposes_king(fen) == exposed
+
+
+def test_only_the_verdicts_of_a_row_are_learned():
+    rows = pack('V', [verdict_row(fen) for fen in FENS[:9]], TOKENIZER)
+    ids = rows.pad(np.arange(9))
+    weights = token_weights('V', ids, completion_mask(ids, PROMPT_TOKENS['V'], 0), TOKENIZER)
+    learned = TOKENIZER.decode(ids[:, PROMPT_TOKENS['V']:][weights > 0].tolist())
+    assert len(rows) == 9 and len(learned) == 9*24 and set(learned) <= set('?.!#=') and set(weights.unique().tolist()) == {0., 1.}
 
 
 def test_weights_stress_what_changes():
@@ -163,8 +207,7 @@ def test_weights_stress_what_changes():
     ids = rows.pad(np.arange(1))
     weights = token_weights('A', ids, completion_mask(ids, 84, 0), TOKENIZER)[0]
     assert weights[:71].nonzero().numel() == 71 and (weights[:71] == 5).sum() == 2     # e2 and e4 and nothing else
-    slots = square_slots(TOKENIZER)
-    assert {slots[TOKENIZER.token_to_id(s)].item() for s in ('e2', 'e4')} == set((weights[:71] == 5).nonzero().squeeze(1).tolist())
+    assert (weights[:71] == 5).nonzero()[:, 0].tolist() == [9*4 + 4, 9*6 + 4]            # rank 4 above rank 2
     assert TOKENIZER.decode(ids[0, 84 + 77:84 + 79].tolist()) == '0.00' and (weights[77:79] == 5).all()
 
 
@@ -208,7 +251,7 @@ def test_completion_loss_is_the_full_forward_loss():
 
 def small_run(folder, **changes):
     config = PretrainConfig(output_dir=str(folder), steps=6, n_layer=1, n_head=2, n_embd=16, batch_tokens=400, save_every=3, threads=1)
-    rows = {'P': rows_of('P'), 'A': rows_of('A')} | {'L': pack('L', [legal_list(fen) for fen in FENS[:12]], TOKENIZER)}
+    rows = {'P': rows_of('P'), 'A': rows_of('A')} | {'V': pack('V', [verdict_row(fen) for fen in FENS[:12]], TOKENIZER)}
     return train(replace(config, **changes), rows, TOKENIZER, {kind: part.first(4) for kind, part in rows.items()})
 
 
@@ -280,9 +323,58 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path):
         next(small_run(tmp_path, lr=1e-4))
 
 
+def test_a_checkpoint_of_an_older_version_is_refused(tmp_path):
+    list(small_run(tmp_path))
+    state = torch.load(tmp_path/'checkpoint.pt', weights_only=True)
+    del state['probes']
+    torch.save(state, tmp_path/'checkpoint.pt')
+    with pytest.raises(PretrainError, match='a run of an older version; give another --output-dir'): next(small_run(tmp_path))
+
+
+def gradients(step, steps=10):
+    "Those of the first weights of a model at some step, and of its probes."
+    config = PretrainConfig(steps=steps, n_layer=2, n_head=2, n_embd=16, batch_tokens=400, threads=1)
+    learner = pretrain_module._Learner(config, {'A': rows_of('A', 8)}, TOKENIZER)
+    learner.step = step
+    loss, figures = pretrain_module._losses(learner, 'A', rows_of('A', 8).pad(np.arange(8)))
+    loss.backward()
+    return learner.model.h[0].attn.c_attn.weight.grad, learner.probes.board[1].weight.grad, figures
+
+
+def test_probes_teach_the_model_less_and_less(monkeypatch):
+    (early, asked, figures), (late, *_), (end, silent, _) = gradients(0), gradients(5), gradients(10)
+    assert {'A/probes/board 1', 'A/probes/board 84', 'A/probes/start', 'A/probes/king', 'A/probes/knights'} <= set(figures)
+    assert asked.abs().max() > 0 and silent.abs().max() == 0
+    torch.testing.assert_close(early - late, late - end, atol=1e-6, rtol=1e-3)
+    monkeypatch.setattr(pretrain_module, 'PROBE_WEIGHT', 0.)
+    torch.testing.assert_close(gradients(0)[0], end)
+    assert (early - end).abs().max() > 1e-4
+
+
+def test_probes_ask_the_middle_block_and_the_king_one_later(monkeypatch):
+    monkeypatch.setattr(pretrain_module, 'PROBE_WEIGHT', 1.)
+    config = PretrainConfig(n_layer=6, n_head=2, n_embd=16, batch_tokens=400, threads=1)
+    learner, rows = pretrain_module._Learner(config, {'A': rows_of('A', 8)}, TOKENIZER), rows_of('A', 8).pad(np.arange(8))
+    monkeypatch.setattr(pretrain_module, 'completion_loss', lambda *args: [part.detach() for part in completion_loss(*args)])
+    for silent, asked in (('king', 3), ('board', 4), (None, 4)):
+        learner.model.zero_grad()
+        weights = [*learner.probes.parameters()]
+        if silent == 'king':    # what the readers of the king say depends on nothing
+            with torch.no_grad(): learner.probes.king[1].weight.zero_()
+        pretrain_module._losses(learner, 'A', rows)[0].backward()
+        touched = [any(p.grad is not None and p.grad.abs().max() > 0 for p in block.parameters()) for block in learner.model.h]
+        assert weights and touched == [place < asked for place in range(6)]
+        if silent == 'king': torch.nn.init.normal_(learner.probes.king[1].weight)
+
+
+def test_probes_are_not_shipped(tmp_path):
+    list(small_run(tmp_path))
+    assert load_pretrained(str(tmp_path/'model'))[0].state_dict().keys() == GPT(GPTConfig(1, 2, 16, TOKENIZER.get_vocab_size(), 256)).state_dict().keys()
+
+
 def test_a_run_may_go_on_longer_and_with_another_mix(tmp_path):
     list(small_run(tmp_path))
-    rest = list(small_run(tmp_path, steps=12, env_share=.99, legal_share=0.))
+    rest = list(small_run(tmp_path, steps=12, env_share=.99, verdict_share=0.))
     assert [row['step'] for row in rest] == [*range(7, 13)]
     assert sum('A/loss' in row for row in rest) >= 3
 
@@ -329,7 +421,7 @@ def test_the_log_of_a_killed_run_holds_each_step_once_and_says_how_long_the_rest
     caplog.set_level('INFO')
     clock = [0.]
     monkeypatch.setattr('rookworld_nb.positions.time', SimpleNamespace(monotonic=lambda: clock[0]))
-    rows = {'P': rows_of('P'), 'A': rows_of('A')} | {'L': pack('L', [legal_list(fen) for fen in FENS[:12]], TOKENIZER)}
+    rows = {'P': rows_of('P'), 'A': rows_of('A')} | {'V': pack('V', [verdict_row(fen) for fen in FENS[:12]], TOKENIZER)}
     monkeypatch.setattr(pretrain_module, 'prepare', lambda *_: (rows, {kind: part.first(4) for kind, part in rows.items()}))
     monkeypatch.setattr(pretrain_module, 'whole_shard', lambda path: [])
     monkeypatch.setattr(pretrain_module, 'make_prompts', lambda *_: ([], []))
@@ -496,14 +588,10 @@ def test_shards_of_other_settings_are_refused(tmp_path, monkeypatch, caplog):
 
 
 @pytest.mark.parametrize(('name', 'value'), [*((name, 0) for name in ('steps', 'shards', 'nodes', 'n_embd', 'threads', 'warmup_steps', 'decay_share')),
-                                             ('steps', 10.5), ('env_share', math.nan), ('legal_share', math.nan), ('legal_share', -.1)])
+                                             ('steps', 10.5), ('env_share', math.nan), ('verdict_share', math.nan), ('verdict_share', -.1)])
 def test_bad_settings_name_their_flag(name, value):
     with pytest.raises(PretrainError, match='--' + name.replace('_', '-')):
         PretrainConfig(**{name: value})
-
-
-def test_samples_of_the_prompts_are_lines_of_both_tasks():
-    assert {Sample(*legal_list(FENS[0])).task} == {'P'}
 
 
 def test_a_damaged_shard_is_named(tmp_path):
