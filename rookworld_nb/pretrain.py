@@ -245,7 +245,10 @@ def verdict(
     move: chess.Move,    # legal or not
 ) -> str:  # one character
     "'?' illegal, '#' mate, '=' draw, '!' check, '.' none of these."
-    if not board.is_legal(move): return '?'
+    return _brings(board, move) if board.is_legal(move) else '?'
+
+
+def _brings(board: chess.Board, move: chess.Move) -> str:
     board.push(move)
     word = ('#' if board.is_checkmate() else '=' if board.is_stalemate() or board.is_insufficient_material()
             else '!' if board.is_check() else '.')
@@ -258,7 +261,7 @@ def move_kind(
     move: chess.Move,    # a legal move
 ) -> str:  # 'mate', 'draw', 'castling', 'en_passant', 'promotion', 'check' or 'ordinary'
     "What is special about a move; the first kind that applies."
-    word = verdict(board, move)
+    word = _brings(board, move)
     return ('mate' if word == '#' else 'draw' if word == '=' else 'castling' if board.is_castling(move)
             else 'en_passant' if board.is_en_passant(move) else 'promotion' if move.promotion
             else 'check' if word == '!' else 'ordinary')
@@ -370,9 +373,7 @@ def find_kind(
         board = chess.Board(rng.choice(fens))
         if kind == 'illegal':
             board = cornered_king(rng) if rng.random() < .2 else board
-            if moves := _illegal_in(way, board, rng): return env_sample(board.fen(), rng.choice(moves).uci())
-            continue
-        if kind == 'draw':
+        elif kind == 'draw':
             board = bare_capture(rng) if rng.random() < .1 else cornered_king(rng)
         elif kind in ('mate', 'check') and rng.random() < .7:
             board = cornered_king(rng)
@@ -382,7 +383,8 @@ def find_kind(
                 board.push(rng.choice(pushes))
         elif kind == 'promotion' and rng.random() < .7:
             board = cornered_king(rng)
-        moves = [move for move in board.legal_moves if _may_be(kind, board, move) and move_kind(board, move) == kind]
+        moves = _illegal_in(way, board, rng) if kind == 'illegal' else [
+            move for move in board.legal_moves if _may_be(kind, board, move) and move_kind(board, move) == kind]
         if moves:
             return env_sample(board.fen(), rng.choice(moves).uci())
     return None

@@ -161,8 +161,8 @@ class BoardProbes(nn.Module):
             lines = LINES[:, :4].expand(len(some), -1, -1, -1)
             asked[f'board {begin}'] = _compared(told, *first_on_lines(self.text.board(ids[some], begin), lines))
         row, column = self.text.moves(ids, min(boards[1:], default=ids.shape[1]))
-        some = _spread(len(row), self.most[1])
         if not len(row): return asked
+        some = _spread(len(row), self.most[1])
         row, column = row[some], column[some]
         around, attacking, near = _truth_of_moves(self.text, ids, boards[0], row, column)
         told, knights = self.king(upper[row, column + 1].float()).split((8*N_SEEN, 2), -1)
