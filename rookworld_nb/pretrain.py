@@ -407,6 +407,16 @@ def _allows_en_passant(board: chess.Board, move: chess.Move) -> bool:
     return possible
 
 
+def _weight(board: chess.Board, move: chess.Move) -> float:
+    "Captures, pawn moves and above all offers of en passant, and what looks like one, are likelier."
+    pawn, taken = board.piece_type_at(move.from_square) == chess.PAWN, board.is_capture(move)
+    near, rank = (2, 3) if board.turn else (5, 4)    # where a pawn's first move ends
+    file, enemy = chess.square_file(move.to_square), board.pieces(chess.PAWN, not board.turn)
+    meets = pawn and not taken and chess.square_rank(move.to_square) in (near, rank) and any(
+        chess.square(beside, rank) in enemy for beside in (file - 1, file + 1) if 0 <= beside < 8)
+    return 1. + 1.5*taken + .7*pawn + 9.*meets
+
+
 def _sight(board: chess.Board, square: int) -> chess.SquareSet:
     "What the piece would attack if it were alone."
     alone = chess.Board(None)
@@ -427,13 +437,13 @@ def _env_shard(number: int, folder: Path, size: int, seed: int) -> None:
 
 
 def _ordinary(fen: str, rng: random.Random) -> Sample:
-    "Any legal move, captures, pawn moves and above all offers of en passant likelier; a fifth beside a cornered king."
-    board = cornered_king(rng) if rng.random() < 1/5 else chess.Board(fen)
-    moves = list(board.legal_moves)
-    pawns = [board.piece_type_at(move.from_square) == chess.PAWN for move in moves]
-    weights = [1. + 1.5*board.is_capture(move) + .7*pawn + 9.*_allows_en_passant(board, move)
-               for move, pawn in zip(moves, pawns)]
-    return env_sample(board.fen(), rng.choices(moves, weights)[0].uci())
+    "Any legal move, some likelier than others; a fifth beside a cornered king, a fifth behind an offer of en passant."
+    draw, board = rng.random(), chess.Board(fen)
+    if draw < 1/5: board = cornered_king(rng)
+    elif draw < 2/5 and (offers := [move for move in board.legal_moves if _allows_en_passant(board, move)]):
+        board.push(rng.choice(offers))
+    moves = [move for move in board.legal_moves if not board.is_en_passant(move)] or list(board.legal_moves)
+    return env_sample(board.fen(), rng.choices(moves, [_weight(board, move) for move in moves])[0].uci())
 
 
 def make_env_data(
@@ -951,15 +961,20 @@ def _keep_rows(cache: Path, made_of: list[str], parts: dict[str, dict[str, Rows]
     with replacing(cache) as aside, open(aside, 'wb') as file: np.savez(file, made_of=made_of, **arrays)
 
 
-def _rows(samples: list[Sample], tokenizer: Tokenizer, best_first: bool) -> dict[str, Rows]:
-    "Token rows of the three kinds; every eighth P: position, and each that exposes its king, has verdicts."
+def _judged_position(prompt: str) -> str:
+    "The `fen_key` of the position in the prompt of a row of verdicts."
+    return fen_key(prompt.removeprefix('A: ').removesuffix('+'))
+
+
+def _pairs(samples: list[Sample], best_first: bool, taken: set[str]) -> dict[str, list[tuple[str, str]]]:
+    "Prompts and completions; every eighth P: position, and each that exposes its king, has verdicts: no `taken` one."
     policy, env = by_task(samples).values()
     texts = map(ranked, policy) if best_first else (sample.completion for sample in policy)
-    pairs = {'P': list(zip((sample.prompt for sample in policy), texts)),
-             'V': [verdicts(sample.fen, random.Random(sample.fen)) for place, sample in enumerate(policy)
-                   if place % 8 == 0 or exposes_king(sample.fen)],
-             'A': [(sample.prompt, sample.completion) for sample in env]}
-    return {kind: pack(kind, pairs[kind], tokenizer) for kind in 'PAV'}
+    judged = (verdicts(sample.fen, random.Random(sample.fen)) for place, sample in enumerate(policy)
+              if place % 8 == 0 or exposes_king(sample.fen))
+    return {'P': list(zip((sample.prompt for sample in policy), texts)),
+            'A': [(sample.prompt, sample.completion) for sample in env],
+            'V': [row for row in judged if _judged_position(row[0]) not in taken]}    # not all are in `samples`
 
 # %% ../nbs/12_pretrain.ipynb #ee0d557d
 def prepare(
@@ -984,10 +999,13 @@ def prepare(
                                                ('prompts', HELD_SHARDS, config.seed + 1, 0.)))
     held, rare = [sample for file in held_files for sample in whole_shard(file)], make_stress(held_files)
     write_lines(rare, folder/'stress.txt.gz')
+    held_pairs = _pairs(held[:2000] + held[-2000:], config.best_first, set())
     taken = {*excluded} | seen_positions(held + rare) | shipped_positions()
+    taken |= {_judged_position(prompt) for prompt, _ in held_pairs['V']}
     samples = apart_from((sample for file in train_files for sample in whole_shard(file)), taken)
-    rows, held_rows = (_rows(some, tokenizer, config.best_first) for some in (samples, held[:2000] + held[-2000:]))
-    parts = {'train': rows, 'held': {kind: some.first(200) for kind, some in held_rows.items()}}
+    parts = {part: {kind: pack(kind, some, tokenizer) for kind, some in pairs.items()} for part, pairs in
+             (('train', _pairs(samples, config.best_first, taken)), ('held', held_pairs))}
+    parts['held'] = {kind: some.first(200) for kind, some in parts['held'].items()}
     _keep_rows(cache, made_of, parts)
     return parts['train'], parts['held']
 

@@ -543,6 +543,29 @@ def test_no_shipped_position_is_learned_from(tmp_path, monkeypatch):
     assert shown and not shown & left_out and shown == {fen_key(board.fen()) for board in boards['data'][:30]} - left_out
 
 
+def test_near_misses_of_en_passant_are_dealt_out():
+    rng, fens, found = random.Random(0), [sample.fen for sample in shipped('train') if sample.task == 'P'], dict.fromkeys(('declined', 'one', 'two'), 0)
+    for _ in range(1000):
+        answer = parse_env(pretrain_module._ordinary(rng.choice(fens), rng).line)
+        board, move = chess.Board(answer.fen), chess.Move.from_uci(answer.uci)
+        assert not board.is_en_passant(move)
+        steps = abs(move.to_square - move.from_square)//8 if board.piece_type_at(move.from_square) == chess.PAWN else 0
+        beside = [s for s in board.pieces(chess.PAWN, not board.turn) if chess.square_rank(s) == (3 if board.turn else 4)
+                  and abs(chess.square_file(s) - chess.square_file(move.to_square)) == 1]
+        found['declined'] += board.ep_square is not None
+        if steps and beside and not board.is_capture(move): found['one' if steps == 1 else 'two'] += 1
+    assert min(found.values()) >= 8, found
+
+
+def test_no_taken_position_is_judged(monkeypatch):
+    corner = chess.Board('7k/8/6K1/8/8/8/8/R7 w - - 0 1')    # set up, and so in no sample
+    monkeypatch.setattr(pretrain_module, 'cornered_king', lambda rng: corner.copy())
+    policy = [sample for sample in shipped('train') if sample.task == 'P'][:300]
+    judged = lambda taken: {prompt for prompt, _ in pretrain_module._pairs(policy, True, taken)['V']}
+    assert f'A: {corner.fen()}+' in judged(set())
+    assert judged({fen_key(corner.fen())}) == judged(set()) - {f'A: {corner.fen()}+'}
+
+
 def test_no_rows_are_no_batches():
     with pytest.raises(PretrainError, match='no A: row is left'): next(batches(Rows('A', np.zeros(0, np.int16), np.zeros(1, np.int64)), 100, 0))
 
