@@ -437,7 +437,7 @@ def _env_shard(number: int, folder: Path, size: int, seed: int) -> None:
 
 
 def _ordinary(fen: str, rng: random.Random) -> Sample:
-    "Any legal move, some likelier than others; a fifth beside a cornered king, a fifth behind an offer of en passant."
+    "A move, rarely en passant: a fifth beside a cornered king, and a fifth behind an offer of it, where there is one."
     draw, board = rng.random(), chess.Board(fen)
     if draw < 1/5: board = cornered_king(rng)
     elif draw < 2/5 and (offers := [move for move in board.legal_moves if _allows_en_passant(board, move)]):
