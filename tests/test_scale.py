@@ -116,7 +116,7 @@ def test_success_is_an_interval_above_zero():
 def done(tmp_path_factory, lines):
     "A whole study: a learning rate that trains, one that diverges; one pair of settings that cannot be."
     folder = tmp_path_factory.mktemp('done')
-    search = Search(tiny(folder, lines), ('lr=1e-3|1', 'credit=part|answer', 'kl_in_reward=true|false'))
+    search = Search(tiny(folder, lines), ('lr=3e-4|1', 'credit=part|answer', 'kl_in_reward=true|false'))
     tables = list(run_search(search, workers=2))
     return search, tables[-1], [len(table) for table in tables]
 
@@ -139,7 +139,7 @@ def test_every_point_is_tried_once_and_every_failure_has_its_reason(done):
 
 def test_a_trial_is_an_ordinary_run_and_its_verdict_can_be_recomputed(done, tmp_path):
     search, table, _ = done
-    ticket = table.index[(table['lr'] == 1e-3) & (table['credit'] == 'answer') & ~table['kl_in_reward'].astype(bool)][0]
+    ticket = table.index[(table['lr'] == 3e-4) & (table['credit'] == 'answer') & ~table['kl_in_reward'].astype(bool)][0]
     folder, row = search.folder/f'trial-{ticket:04d}', table.loc[ticket]
     means = []
     for place in ('nano', str(folder/'final_checkpoint')):
