@@ -378,9 +378,7 @@ def find_kind(
         elif kind in ('mate', 'check') and rng.random() < .7:
             board = cornered_king(rng)
         elif kind == 'en_passant':
-            pushes = [move for move in board.legal_moves if _allows_en_passant(board, move)]
-            if pushes:
-                board.push(rng.choice(pushes))
+            _offer_en_passant(board, rng)
         elif kind == 'promotion' and rng.random() < .7:
             board = cornered_king(rng)
         moves = _illegal_in(way, board, rng) if kind == 'illegal' else [
@@ -405,6 +403,12 @@ def _allows_en_passant(board: chess.Board, move: chess.Move) -> bool:
     possible = board.has_legal_en_passant()
     board.pop()
     return possible
+
+
+def _offer_en_passant(board: chess.Board, rng: random.Random) -> None:
+    "Make a double step that can be answered en passant, where there is one."
+    offers = [move for move in board.legal_moves if _allows_en_passant(board, move)]
+    if offers: board.push(rng.choice(offers))
 
 
 def _weight(board: chess.Board, move: chess.Move) -> float:
@@ -440,8 +444,7 @@ def _ordinary(fen: str, rng: random.Random) -> Sample:
     "A move, rarely en passant: a fifth beside a cornered king, and a fifth behind an offer of it, where there is one."
     draw, board = rng.random(), chess.Board(fen)
     if draw < 1/5: board = cornered_king(rng)
-    elif draw < 2/5 and (offers := [move for move in board.legal_moves if _allows_en_passant(board, move)]):
-        board.push(rng.choice(offers))
+    elif draw < 2/5: _offer_en_passant(board, rng)
     moves = [move for move in board.legal_moves if not board.is_en_passant(move)] or list(board.legal_moves)
     return env_sample(board.fen(), rng.choices(moves, [_weight(board, move) for move in moves])[0].uci())
 
