@@ -1,13 +1,13 @@
 """Does a run improve what the policy would play? Greedy answers after it against greedy answers before it.
 
     rookworld train --seed 1 --output-dir runs/rare-1          # ... to --seed 5; and other settings, each under a name of its own
-    python benchmarks/greedy_gain.py runs/rare-* --positions 5000 --exclude fens.txt --csv nbs/results/greedy_gain.csv
+    python benchmarks/greedy_gain.py runs/rare-* --positions 5000 --csv nbs/results/greedy_gain.csv
 
-P: positions come from the generator of nano's own prompts with another seed and are labelled by Stockfish (1,000 nodes a position); those that the package ships, or --exclude names,
-are left out, and the rest is kept in --cache. With --undrawn they are instead the training prompts whose position the run did not meet (a run that drew all has none). `--positions 0` leaves
+P: positions come from the shards that the pre-training of nano's version 4 kept apart from what it learned from; they are made again, labelled by Stockfish (10,000 nodes a position) and kept
+in --cache. Those that the package ships, or --exclude names, are left out. With --undrawn they are instead the training prompts whose position the run did not meet (a run that drew all has none). `--positions 0` leaves
 P: out. A: positions are the shipped held-out ones. Task `A natural`: --moves moves as games have them (seven in ten are one of the engine's five), one on each of the fresh positions (`--moves 0`: none). Task
 `A rare`: how many of the mates, draws and illegal moves are recognised, of the shipped held-out and stress sets together, and how many other moves are taken for one of these. Task `A rare, fresh`: the
-same of --rare moves from the generator of nano's own `A:` lines, with another seed (`--rare 0`: none). Tasks
+same of --rare moves from the `A:` shards beside those of the P: positions (`--rare 0`: none). Tasks
 `P held-out` and `P held-out, sampled`: the policy rows of the run's own closing table. Both models answer each prompt once, greedily; the difference is paired by prompt. Figures of the same
 run, task and metric in the CSV are replaced, if that run had the same settings.
 """
@@ -22,16 +22,17 @@ import pandas as pd
 from rookworld_nb.checkpoint import newest_checkpoint
 from rookworld_nb.config import TrainConfig
 from rookworld_nb.evaluate import compare, evaluate, select_rows
-from rookworld_nb.positions import OUTCOMES, PromptMix, apart_from, by_task, read_lines, seen_positions, shipped, shipped_positions
-from rookworld_nb.pretrain import make_env_data, make_policy_data, natural_env_sample, read_excluded
+from rookworld_nb.positions import OUTCOMES, PromptMix, apart_from, by_task, read_lines, seen_positions, shipped, shipped_positions, write_lines
+from rookworld_nb.pretrain import make_env_data, make_policy_data, natural_env_sample, policy_sample, read_excluded
 from rookworld_nb.rewards import RewardScorer
-from rookworld_nb.rules import fen_key
+from rookworld_nb.rules import Stockfish, fen_key
 from rookworld_nb.run import training_samples
 from rookworld_nb.weights import load_pretrained
 
-SHARD, NODES, SEED, ENV_SHARD = 2000, 1000, 99, 1000
+SHARD, ENV_SHARD, NODES, SEED = 2000, 1000, 2000, 10    # the prompts of nano's fourth pre-training, which had seed 9
+JUDGE = 10_000    # nodes of the labels, as in the shipped held-out set
 RARE = [*(f'{name}_recall' for name in OUTCOMES), 'false_alarms']
-SETTINGS = ('mix_env_ratio', 'rare_env_ratio', 'kl_coef', 'credit', 'steps', 'lr', 'seed')
+SETTINGS = ('mix_env_ratio', 'rare_env_ratio', 'kl_coef', 'credit', 'illegal_cost', 'repeat_cost', 'steps', 'lr', 'seed')
 
 
 def unseen(files, count, exclude):
@@ -52,8 +53,13 @@ def shards_for(count, size):
 
 
 def fresh_positions(count, cache, exclude):
-    "P: samples."
-    return unseen(policy_shards(shards_for(count, SHARD), cache), count, exclude) if count else []
+    "P: samples, labelled by a deeper search than when their games were played."
+    samples, file = unseen(policy_shards(shards_for(count, SHARD), cache), count, exclude) if count else [], cache/'judged.txt'
+    judged = {sample.fen: sample for sample in (read_lines(file)[0] if file.exists() else [])}
+    with Stockfish(nodes=JUDGE) as engine:
+        judged |= {fen: policy_sample(fen, engine.analyse(fen), random.Random(fen)) for sample in samples if (fen := sample.fen) not in judged}
+    write_lines(judged.values(), file)
+    return [judged[sample.fen] for sample in samples]
 
 
 def rare_moves(count, cache, exclude):

@@ -50,7 +50,7 @@ class PromptOptions:
     device: str = 'auto'              # cpu, cuda, cuda:1; auto takes the GPU where there is one
     reference_device: str | None = None  # of the reference model, cuda:1 for example; none: that of the policy
     mix_env_ratio: float | None = None  # share of A: prompts; none: 0.35 for a small model, 0.2 a large one
-    rare_env_ratio: float | None = 0.33  # share of rare outcomes among them; none: as they come
+    rare_env_ratio: float | None = 0.15  # share of rare outcomes among them; none: as they come
     max_positions: int | None = None  # use only that many prompts of each task, from everywhere in the file; none: all
     stockfish_path: str | None = None  # judge P: answers with this engine instead of the stored targets
     eval_policy: int = 1000           # held-out P: positions evaluated before and after; 0 for none
@@ -71,7 +71,8 @@ class RewardOptions(RewardTerms):
     max_new_tokens: int = ANSWER_TOKENS  # longest completion
     reward_shaping: str = 'continuous'   # graduated | continuous | linear | binary | ladder
     legal_credit: float = 0.5         # P: what a legal candidate outside the engine's five earns, 1 for one inside
-    illegal_cost: float = 0.3         # P: what an illegal or repeated candidate takes away, in the same unit
+    illegal_cost: float = 0.5         # P: what an illegal candidate takes away, in the same unit
+    repeat_cost: float = 0.0          # P: what a repeated legal candidate takes away, in the same unit
     reward_warmup_steps: int = 0      # batches over which content is blended into the reward after structure
     normalize_rewards: bool = False   # take a running mean from rewards and divide by a running deviation, per task
     baseline_type: str = 'group_mean'  # what a reward is compared with: group_mean | ema | adaptive | leave_one_out

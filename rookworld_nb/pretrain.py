@@ -24,7 +24,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
@@ -1033,10 +1033,16 @@ def with_rare_outcomes(
     return rare + by_outcome['ordinary'][:count-len(rare)]
 
 # %% ../nbs/12_pretrain.ipynb #444708d4
+def _labelled_again(samples: list[Sample], nodes: int, order: Callable[[str], random.Random]) -> list[Sample]:
+    "P: samples as the engine sees their positions when it looks at more nodes; `order` of a FEN shuffles the moves."
+    with Stockfish(nodes=nodes) as engine:
+        return [policy_sample(sample.fen, engine.analyse(sample.fen), order(sample.fen)) for sample in samples]
+
+
 def make_prompts(
     folder: str | Path,        # of the pre-training, with its prompts/
     rare: list[Sample],        # the set of rare moves, which must stay unseen too
-    nodes: int = 10_000,       # Stockfish nodes for the held-out labels; the training prompts keep theirs
+    nodes: int = 10_000,       # Stockfish nodes for the labels
     n_policy: int = 10_000,    # P: prompts to train on
     n_env: int = 4_800,        # A: prompts to train on: five natural moves to three from the mix
     n_heldout: int = 1_000,    # held-out P: positions; half as many natural A: moves, 300 from the mix
@@ -1049,8 +1055,7 @@ def make_prompts(
              for part, shards in (('train', range(HELD_SHARDS - 2)), ('held', range(HELD_SHARDS - 2, HELD_SHARDS)))}
     n_heldout = min(n_heldout, len(pools['P', 'held'])*2//3)
     positions = rng.sample(pools['P', 'held'], n_heldout + n_heldout//2)
-    with Stockfish(nodes=nodes) as engine:
-        held = [policy_sample(sample.fen, engine.analyse(sample.fen), rng) for sample in positions[:n_heldout]]
+    held = _labelled_again(positions[:n_heldout], nodes, lambda fen: rng)
     env = [natural_env_sample(sample, rng) for sample in positions[n_heldout:]]
     env += rng.sample(pools['A', 'held'], min(300, len(pools['A', 'held'])))
     held += rng.sample(env, len(env))
@@ -1058,7 +1063,8 @@ def make_prompts(
     policy, mix = (apart_from(pools[task, 'train'], taken) for task in 'PA')
     rng = random.Random(f'{seed} training prompts')
     natural = [natural_env_sample(sample, rng) for sample in policy[:n_env*5//8]]
-    train = policy[:n_policy] + apart_from(natural, taken) + with_rare_outcomes(mix, n_env*3//8)
+    train = _labelled_again(policy[:n_policy], nodes, random.Random)
+    train += apart_from(natural, taken) + with_rare_outcomes(mix, n_env*3//8)
     return train, held
 
 # %% ../nbs/12_pretrain.ipynb #a4c7ef07

@@ -57,7 +57,8 @@ class RewardTerms:
     env_format_scaling: Scaling = 'linear'    # A: curve of the format score
     fen_scaling: Scaling = 'exponential'      # A: curve of the next position's similarity
     flags_scaling: Scaling = 'linear'         # A: curve of the flags' score
-    illegal_cost: float = 0.5                 # P: what an illegal or repeated candidate takes away, in matched moves
+    illegal_cost: float = 0.5                 # P: what an illegal candidate takes away, in matched moves
+    repeat_cost: float = 0.5                  # P: what a repeated legal candidate takes away, in matched moves
     legal_credit: float = 0.0                 # P: what a legal move outside the engine's set adds, in matched moves
     eval_tolerance: float = 0.5               # P: win-probability error at which an evaluation earns nothing
     best_floor: float = 0.2                   # P: credit of an engine's move that throws everything away
@@ -155,13 +156,14 @@ def policy_format(
 def candidate_gains(
     answer: PolicyAnswer,  # a parsed completion
     truth: PolicyTruth,    # the position's facts
-    cfg: RewardConfig,     # illegal_cost, legal_credit
+    cfg: RewardConfig,     # illegal_cost, repeat_cost, legal_credit
 ) -> list[float]:          # one a listed move, five at most; in shares of the engine's set
     """What each listed move adds: a hit counts 1, another legal move its credit, an illegal or repeated one costs."""
     listed, gains = answer.moves[:MAX_MOVES], []
     for place, move in enumerate(listed):
-        counts = move in truth.legal and move not in listed[:place]
-        gain = (1. if move in truth.pawns else cfg.legal_credit) if counts else -cfg.illegal_cost
+        if move not in truth.legal: gain = -cfg.illegal_cost
+        elif move in listed[:place]: gain = -cfg.repeat_cost
+        else: gain = 1. if move in truth.pawns else cfg.legal_credit
         gains.append(gain/len(truth.pawns))
     return gains
 
@@ -169,7 +171,7 @@ def candidate_gains(
 def candidates_score(
     answer: PolicyAnswer,  # a parsed completion
     truth: PolicyTruth,    # the position's facts
-    cfg: RewardConfig,     # illegal_cost, legal_credit
+    cfg: RewardConfig,     # illegal_cost, repeat_cost, legal_credit
 ) -> float:                # in [0, 1]
     """Share of the engine's moves that were written, less what illegal and repeated moves cost."""
     return min(1., max(0., math.fsum(candidate_gains(answer, truth, cfg))))

@@ -63,7 +63,7 @@ def test_presets_are_functions_that_can_be_changed():
 @pytest.mark.parametrize('name', RewardTerms.__dataclass_fields__)
 def test_each_term_of_the_reward_can_be_set_for_a_run(name):
     default = getattr(TrainConfig(), name)
-    value = {str: 'quadratic', int: 3}.get(type(default)) or default/2
+    value = {str: 'quadratic', int: 3}.get(type(default)) or default/2 or .1
     norm = {'normalize_rewards': True} if name in ('normalize_momentum', 'normalize_floor') else {}
     changed = TrainConfig(**norm, **{name: value}).for_size(1)
     assert getattr(changed.rewards, name) == value != getattr(TrainConfig().rewards, name)

@@ -17,7 +17,7 @@ from rookworld_nb.monitor import metric_rows, read_completions
 from rookworld_nb.positions import by_task, is_rare, shipped, write_lines
 from rookworld_nb.rewards import RewardTerms
 
-SHORT = {'--steps': 3, '--batch-positions': 2, '--group-size': 4, '--max-new-tokens': 32, '--eval-policy': 0, '--eval-env': 0, '--seed': 3,
+SHORT = {'--steps': 3, '--batch-positions': 2, '--group-size': 4, '--max-new-tokens': 32, '--eval-policy': 0, '--eval-env': 0, '--seed': 9,
          '--mix-env-ratio': .5, '--max-positions': 60, '--warmup-steps': 0, '--device': 'cpu', '--lr': 1e-3, '--replays': 2,
          '--loss-type': 'dapo'}
 KL_COEF = BY_SIZE['small']['kl_coef']
@@ -77,6 +77,7 @@ CASES = {
                        and set(run.tables[0]['reward']) <= {0., 1., -.3}),
     'legal_credit': ({'--legal-credit': 0}, same_texts_other('candidates')),
     'illegal_cost': ({'--illegal-cost': .9}, same_texts_other('candidates')),
+    'repeat_cost': ({'--repeat-cost': .9}, same_texts_other('candidates')),
     'reward_warmup_steps': ({'--reward-warmup-steps': 9}, same_texts_other('reward')),
     'normalize_rewards': ({'--normalize-rewards': True, '--scale-rewards': 'none'}, same_texts_other('advantage')),
     'baseline_type': ({'--baseline-type': 'leave_one_out'}, same_texts_other('advantage')),

@@ -444,10 +444,10 @@ def test_the_log_of_a_killed_run_holds_each_step_once_and_says_how_long_the_rest
 
 def test_prompts_show_no_position_of_the_evaluation(tmp_path, monkeypatch):
     class Engine:
-        def __init__(self, **_): pass
+        def __init__(self, nodes=0): self.nodes = nodes
         def __enter__(self): return self
         def __exit__(self, *_): pass
-        def analyse(self, fen): return tuple(Candidate(uci, 0.) for uci in sorted(legal_moves(fen))[:5])
+        def analyse(self, fen): return tuple(Candidate(uci, self.nodes/10_000) for uci in sorted(legal_moves(fen))[:5])
     monkeypatch.setattr('rookworld_nb.pretrain.Stockfish', Engine)
     rng, start = random.Random(0), chess.Board()
     after = []
@@ -466,6 +466,8 @@ def test_prompts_show_no_position_of_the_evaluation(tmp_path, monkeypatch):
     train, held = make_prompts(tmp_path, rare)
     shown = seen_positions(held + rare)
     assert train and held and shown & {fen_key(fen) for fen in after} and not seen_positions(train) & shown
+    labels = [parse_policy(sample.completion) for sample in train + held if sample.task == 'P']
+    assert len(labels) > 10 and all(set(label.evals) == {1.} for label in labels)    # made anew; those of the shards are 0
 
 
 def test_rare_outcomes_come_in_equal_numbers():

@@ -34,7 +34,7 @@ RIGHT, COPY, ILLEGAL = f'{NEW}+0.001+0+0', f'{FEN}+0.001+0+0', f'{FEN}+-1.0+0+1'
 NEAR = f'{NEW}+0.02+0+0'
 TRUTH = PolicyTruth.make(FEN, MOVES, EVALS)
 CFG = RewardConfig()
-BATTERY = ((P, GOOD), (P, MIDDLING), (P, BAD), (P, UNLISTED), (P, 'x'), (P, ' M: f1b5 E: 3.0 B: f1b5'),
+BATTERY = ((P, GOOD), (P, MIDDLING), (P, BAD), (P, UNLISTED), (P, 'x'), (P, ' M: f1b5 E: 3.0 B: f1b5'), (P, ' M: f1b5 d2d4 a1a8 E: 0.1 0.0 0.0 B: d2d4'),
            (A, RIGHT), (A, COPY), (A, ILLEGAL), (A, NEAR), (A, 'x'), (A, f'{NEW}+1.0+1+0'), (A, f'{FEN}+0.001'))
 
 
@@ -54,7 +54,7 @@ def policy(moves: str, evals: tuple = (), best: str | None = None) -> PolicyAnsw
 # ---- every setting reaches the rewards
 
 SMOOTH = RewardConfig(shaping='continuous')
-CHANGES = {'shaping': 'binary', 'penalty': -.5, 'illegal_cost': 1., 'legal_credit': .3, 'eval_tolerance': .2, 'best_floor': .5,
+CHANGES = {'shaping': 'binary', 'penalty': -.5, 'illegal_cost': 1., 'repeat_cost': 1., 'legal_credit': .3, 'eval_tolerance': .2, 'best_floor': .5,
            'best_loss_scale': .02, 'unlisted_share': .9, 'reward_tolerance': .1, 'reward_warmup_steps': 10, 'normalize': True,
            'normalize_momentum': .5, 'normalize_floor': 2.}
 
@@ -226,6 +226,12 @@ def test_illegal_costs_more_than_legal_and_unlisted():
     assert candidates_score(policy('f1b5 d2d4 a1a8'), TRUTH, CFG) == pytest.approx(.3)
     assert candidates_score(policy('f1b5 d2d4 d2d4'), TRUTH, CFG) == pytest.approx(.3)
     assert candidates_score(policy(' '.join(sorted(TRUTH.legal))), TRUTH, CFG) < 1
+
+
+@pytest.mark.parametrize('moves, illegal, repeated', [('f1b5 d2d4 a1a8', .2, .4), ('f1b5 d2d4 d2d4', .4, .2), ('f1b5 d2d4 a1a8 a1a8', 0., .4)])
+def test_illegal_and_repeated_moves_have_costs_of_their_own(moves, illegal, repeated):
+    assert candidates_score(policy(moves), TRUTH, RewardConfig(illegal_cost=1., repeat_cost=0.)) == pytest.approx(illegal)
+    assert candidates_score(policy(moves), TRUTH, RewardConfig(illegal_cost=0., repeat_cost=1.)) == pytest.approx(repeated)
 
 
 @settings(max_examples=100)

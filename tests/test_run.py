@@ -186,7 +186,7 @@ def test_a_few_positions_are_taken_from_everywhere_in_the_file(tmp_path, caplog)
     assert not caplog.text
     write_lines(by_task(shipped('train'))['A'][:20], tmp_path/'ordinary.txt')
     training_samples(replace(SHORT, data=str(tmp_path/'ordinary.txt')))
-    assert '--rare-env-ratio 0.33: none of the 20 A: prompts' in caplog.text
+    assert '--rare-env-ratio 0.15: none of the 20 A: prompts' in caplog.text
 
 
 @pytest.mark.parametrize('changes, message', [
