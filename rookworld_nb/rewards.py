@@ -69,7 +69,7 @@ class RewardTerms:
     normalize_momentum: float = 0.99          # memory of the running mean and standard deviation, per batch
     normalize_floor: float = 0.05             # the running standard deviation counts as at least this
 
-
+# %% ../nbs/05_rewards.ipynb #3f6d1c2a
 @dataclass(frozen=True)
 class RewardConfig(RewardTerms):
     """What a completion is paid for; weights are relative, scores lie in [0, 1], rewards in [penalty, 1]."""
