@@ -69,7 +69,7 @@ class RewardTerms:
     normalize_momentum: float = 0.99          # memory of the running mean and standard deviation, per batch
     normalize_floor: float = 0.05             # the running standard deviation counts as at least this
 
-# %% ../nbs/05_rewards.ipynb #3f6d1c2a
+# %% ../nbs/05_rewards.ipynb #59f842de
 @dataclass(frozen=True)
 class RewardConfig(RewardTerms):
     """What a completion is paid for; weights are relative, scores lie in [0, 1], rewards in [penalty, 1]."""
@@ -79,7 +79,7 @@ class RewardConfig(RewardTerms):
     def __post_init__(self) -> None:
         check_config(self)
 
-# %% ../nbs/05_rewards.ipynb #59f842de
+
 RANGES = {'penalty': (-1., 0.), 'legal_credit': (0., 1.), 'best_floor': (0., 1.), 'unlisted_share': (0., 1.),
           'normalize_momentum': (0., 1.)}  # both ends included
 POSITIVE = ('policy_format_weight', 'env_format_weight', 'eval_tolerance', 'best_loss_scale', 'reward_tolerance',
