@@ -1,6 +1,6 @@
 """The picture of the README: reward of the answers sampled in training, by task.
 
-    python benchmarks/learning_curve.py runs/balancedlong-* --png nbs/images/learning_curve.png
+    python benchmarks/learning_curve.py runs/long-* --png nbs/images/learning_curve.png
 
 Pale: each run; dark: their mean. Both are means over 50 updates. Runs must have the same number of updates.
 """
