@@ -17,7 +17,7 @@ from rookworld_nb.monitor import metric_rows, read_completions
 from rookworld_nb.positions import by_task, is_rare, shipped, write_lines
 from rookworld_nb.rewards import RewardTerms
 
-SHORT = {'--steps': 3, '--batch-positions': 2, '--group-size': 4, '--max-new-tokens': 32, '--eval-policy': 0, '--eval-env': 0, '--seed': 9,
+SHORT = {'--steps': 3, '--batch-positions': 2, '--group-size': 4, '--max-new-tokens': 32, '--eval-policy': 0, '--eval-env': 0, '--seed': 13,
          '--mix-env-ratio': .5, '--max-positions': 60, '--warmup-steps': 0, '--device': 'cpu', '--lr': 1e-3, '--replays': 2,
          '--loss-type': 'dapo'}
 KL_COEF = BY_SIZE['small']['kl_coef']
