@@ -23,9 +23,9 @@ from rookworld_nb.checkpoint import newest_checkpoint
 from rookworld_nb.config import TrainConfig
 from rookworld_nb.evaluate import compare, evaluate, select_rows
 from rookworld_nb.positions import OUTCOMES, PromptMix, apart_from, by_task, read_lines, seen_positions, shipped, shipped_positions, write_lines
-from rookworld_nb.pretrain import make_env_data, make_policy_data, natural_env_sample, policy_sample, read_excluded
+from rookworld_nb.pretrain import labelled_again, make_env_data, make_policy_data, natural_env_sample, read_excluded
 from rookworld_nb.rewards import RewardScorer
-from rookworld_nb.rules import Stockfish, fen_key
+from rookworld_nb.rules import fen_key
 from rookworld_nb.run import training_samples
 from rookworld_nb.weights import load_pretrained
 
@@ -54,11 +54,12 @@ def shards_for(count, size):
 
 def fresh_positions(count, cache, exclude):
     "P: samples, labelled by a deeper search than when their games were played."
-    samples, file = unseen(policy_shards(shards_for(count, SHARD), cache), count, exclude) if count else [], cache/'judged.txt'
+    if not count: return []
+    samples, file = unseen(policy_shards(shards_for(count, SHARD), cache), count, exclude), cache/'judged.txt'
     judged = {sample.fen: sample for sample in (read_lines(file)[0] if file.exists() else [])}
-    with Stockfish(nodes=JUDGE) as engine:
-        judged |= {fen: policy_sample(fen, engine.analyse(fen), random.Random(fen)) for sample in samples if (fen := sample.fen) not in judged}
-    write_lines(judged.values(), file)
+    if missing := [sample for sample in samples if sample.fen not in judged]:
+        judged |= {sample.fen: sample for sample in labelled_again(missing, JUDGE)}
+        write_lines(judged.values(), file)
     return [judged[sample.fen] for sample in samples]
 
 

@@ -71,7 +71,6 @@ class RewardOptions(RewardTerms):
     max_new_tokens: int = ANSWER_TOKENS  # longest completion
     reward_shaping: str = 'continuous'   # graduated | continuous | linear | binary | ladder
     legal_credit: float = 0.5         # P: what a legal candidate outside the engine's five earns, 1 for one inside
-    illegal_cost: float = 0.5         # P: what an illegal candidate takes away, in the same unit
     repeat_cost: float = 0.0          # P: what a repeated legal candidate takes away, in the same unit
     reward_warmup_steps: int = 0      # batches over which content is blended into the reward after structure
     normalize_rewards: bool = False   # take a running mean from rewards and divide by a running deviation, per task

@@ -11,7 +11,7 @@ __all__ = ['EMPTY', 'SQUARES', 'PROMOTIONS', 'CASTLING', 'HEADS', 'TOKEN_PATTERN
            'exposes_king', 'Rows', 'pack', 'batches', 'token_weights', 'completion_loss', 'completion_mask',
            'board_init_', 'check_pretrain', 'PretrainConfig', 'batch_kinds', 'learning_rate', 'first_model', 'train',
            'validate', 'make_stress', 'read_excluded', 'prepare', 'natural_env_sample', 'with_rare_outcomes',
-           'make_prompts', 'pretrain']
+           'labelled_again', 'make_prompts', 'pretrain']
 
 # %% ../nbs/12_pretrain.ipynb #2896c040
 import functools
@@ -1033,8 +1033,12 @@ def with_rare_outcomes(
     return rare + by_outcome['ordinary'][:count-len(rare)]
 
 # %% ../nbs/12_pretrain.ipynb #444708d4
-def _labelled_again(samples: list[Sample], nodes: int, order: Callable[[str], random.Random]) -> list[Sample]:
-    "P: samples as the engine sees their positions when it looks at more nodes; `order` of a FEN shuffles the moves."
+def labelled_again(
+    samples: list[Sample],  # P: samples
+    nodes: int,             # Stockfish's node limit a position
+    order: Callable[[str], random.Random] = random.Random,  # of a FEN: what shuffles its moves
+) -> list[Sample]:  # P: samples on the same positions
+    "The positions of samples as the engine sees them when it looks at another number of nodes."
     with Stockfish(nodes=nodes) as engine:
         return [policy_sample(sample.fen, engine.analyse(sample.fen), order(sample.fen)) for sample in samples]
 
@@ -1055,7 +1059,7 @@ def make_prompts(
              for part, shards in (('train', range(HELD_SHARDS - 2)), ('held', range(HELD_SHARDS - 2, HELD_SHARDS)))}
     n_heldout = min(n_heldout, len(pools['P', 'held'])*2//3)
     positions = rng.sample(pools['P', 'held'], n_heldout + n_heldout//2)
-    held = _labelled_again(positions[:n_heldout], nodes, lambda fen: rng)
+    held = labelled_again(positions[:n_heldout], nodes, lambda fen: rng)
     env = [natural_env_sample(sample, rng) for sample in positions[n_heldout:]]
     env += rng.sample(pools['A', 'held'], min(300, len(pools['A', 'held'])))
     held += rng.sample(env, len(env))
@@ -1063,7 +1067,7 @@ def make_prompts(
     policy, mix = (apart_from(pools[task, 'train'], taken) for task in 'PA')
     rng = random.Random(f'{seed} training prompts')
     natural = [natural_env_sample(sample, rng) for sample in policy[:n_env*5//8]]
-    train = _labelled_again(policy[:n_policy], nodes, random.Random)
+    train = labelled_again(policy[:n_policy], nodes)
     train += apart_from(natural, taken) + with_rare_outcomes(mix, n_env*3//8)
     return train, held
 
