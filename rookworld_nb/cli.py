@@ -228,16 +228,20 @@ def settings_in(
         raise UsageError(f'--config {path}: {error.strerror}') from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UsageError(f'--config {path} is not a TOML file: {error}') from None
-    texts = {name.replace('-', '_'): value for name, value in table.items()}
+    texts: dict[str, str] = {}
     known = [name for name, flag in flags.items() if not flag.many]
-    for name, value in texts.items():
+    for word, value in table.items():
+        name = word.replace('-', '_')
         if isinstance(value, dict):
             raise UsageError(f'--config {path}: {name} is a table; write its lines, name = value, without its header')
         if name not in known:
             raise UsageError(f'--config {path}: ' + no_such('setting', name, known))
         if isinstance(value, list) and typing.get_origin(flags[name].kind) is not tuple:
             raise UsageError(f'--config {path}: {name} is a list; a setting is one value')
-    return {name: as_text(value) for name, value in texts.items()}
+        if name in texts:
+            raise UsageError(f'--config {path}: {name} is there twice, once with - and once with _')
+        texts[name] = as_text(value)
+    return texts
 
 # %% ../nbs/26_cli.ipynb #abe8c3a4
 def read_settings(

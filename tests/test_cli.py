@@ -222,6 +222,7 @@ MISTAKES = [
     ('positions --config table.toml', '', ['table.toml', 'n', 'table']),
     ('positions --config value.toml', '', ['value.toml', 'n', 'many']),
     ('positions --config list.toml', '', ['list.toml', 'n is a list']),
+    ('generate --config twice.toml', '', ['twice.toml', 'max_new_tokens', 'twice']),
     ('train --config train.toml', '', ['train.toml', 'train is a table', 'name = value']),
     ('generate', '', ['no prompts']),
     ('generate hello', '', ['hello', 'P: ']),
@@ -344,6 +345,7 @@ def test_a_mistake_costs_one_line_and_creates_nothing(words, stdin, named, call,
     (cwd/'utf16.txt').write_text(ROW, encoding='utf-16')
     (cwd/'onlyp.txt').write_text(shipped('train')[0].line)
     (cwd/'table.toml').write_text('[n]\nx = 3')
+    (cwd/'twice.toml').write_text('max-new-tokens = 5\nmax_new_tokens = 6')
     (cwd/'train.toml').write_text('[train]\nsteps = 3')
     (cwd/'header.csv').write_text('PuzzleId,FEN,Moves\n')
     (cwd/'value.toml').write_text('n = "many"')
