@@ -285,7 +285,7 @@ class CollectorConfig:
         check_option('baseline', self.baseline, BASELINES)
         check_option('scale_rewards', self.scale_rewards, REWARD_SCALES)
         if (self.baseline, self.scale_rewards) == ('ema', 'group'):
-            raise SettingError('scale_rewards=group: not with baseline=ema, which a group may be far from while its '
+            raise SettingError('scale_rewards=group: not with an ema baseline, which a group may be far from while its '
                                'own spread is tiny; give batch or none')
         for name, least in (('group_size', 2), ('max_new_tokens_policy', 1), ('max_new_tokens_env', 1)):
             check_count(name, getattr(self, name), least)
@@ -574,8 +574,8 @@ def check_room(
     "Raise SettingError for minibatches larger than all that may be stored."
     wanted, room = config.minibatch_positions or 0, config.capacity*groups
     if wanted > room:
-        raise SettingError(f'minibatch_positions={wanted}: there is room for {room} groups, {groups} for each of '
-                           f'capacity={config.capacity}')
+        raise SettingError(f'minibatch_positions={wanted}: must be at most {room}, the {groups} groups of a '
+                           f'collection times the capacity of {config.capacity}')
 
 
 def next_groups(

@@ -36,7 +36,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cache
 from importlib.resources import files as files_of
-from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
@@ -351,13 +350,12 @@ def batches(
     size: int,        # of a batch, >= 1
 ) -> Iterator[list]:  # consecutive items; the last batch may be shorter
     "Cut a sequence into batches."
-    waiting = iter(items)
-    while batch := list(islice(waiting, size)):
-        yield batch
+    for start in range(0, len(items), size):
+        yield list(items[start:start + size])
 
 
 def generate(
-    *prompts: str,              # "P: FEN" or "A: FEN+MOVE+HISTORY+"; what follows is ignored; none: standard input
+    *prompts: str,              # "P: FEN" or "A: FEN+MOVE+HISTORY+"; HISTORY ends with MOVE; none: standard input
     model: str = 'nano',        # nano, a folder, or a Hugging Face id
     group_size: int = 1,        # completions of each prompt
     temperature: float = 0.,    # logits are divided by it; 0 is greedy
@@ -373,10 +371,11 @@ def generate(
     from rookworld_nb.sampling import check_request, sample
     from rookworld_nb.tasks import plain_prompt
     from rookworld_nb.weights import load_pretrained
-    prompts = input_lines(prompts, 'prompts')
-    prompts = list(map(plain_prompt, prompts))
+    prompts = list(map(plain_prompt, input_lines(prompts, 'prompts')))
     at_least_one(batch=batch)
     check_request(prompts, group_size, max_new_tokens, temperature)
+    if group_size > 1 and not temperature:
+        raise UsageError(f'--group-size {group_size}: greedy answers are alike; give a --temperature above 0')
     policy, tokenizer = load_pretrained(model, torch_device(device))
     generator = torch.Generator().manual_seed(seed)
     for part in batches(prompts, batch):
@@ -440,19 +439,19 @@ def score(
     *files: str,                         # files of JSON lines {prompt, completion[, target]}; none: standard input
     rewards,                             # what was given of a rewards.RewardConfig, one flag each
     engine: bool = False,                # ask Stockfish about P: prompts without a target
-    nodes: int | None = None,            # Stockfish's search limit per position, with --engine; none: 1000 nodes
+    nodes: int | None = None,            # Stockfish's search limit per position, with --engine; none: 10,000 nodes
     stockfish_path: str | None = None,   # the executable; none looks for it
 ) -> None:
     "Write the same lines in the same order with reward and components."
     from rookworld_nb.rewards import RewardConfig, RewardScorer
-    from rookworld_nb.rules import Stockfish
+    from rookworld_nb.rules import LABEL_NODES, Stockfish
     settings, asks = RewardConfig(**rewards), engine or stockfish_path is not None
     at_least_one(nodes=nodes)
     if nodes and not asks: raise UsageError(f'--nodes {nodes}: only with --engine or --stockfish-path')
     places, rows = zip(*read_rows(files))
     for place, row in zip(places, rows): check_row(row, place, asks)
     prompts, completions, targets = ([row.get(name) for row in rows] for name in ('prompt', 'completion', 'target'))
-    with Stockfish(stockfish_path, nodes or 1000) if asks else nullcontext() as judge:
+    with Stockfish(stockfish_path, nodes or LABEL_NODES) if asks else nullcontext() as judge:
         scores = RewardScorer(settings, judge)(prompts, completions, targets)
     for row, parts in zip(rows, scores.components.to_dict('records')):
         reward = round(parts.pop('reward'), 6)
@@ -481,7 +480,7 @@ def label(
     output: Path | None = None,          # file to add to, leaving what it has; a new one with --input; none: stdout
     shards: int = 64,                    # of --input: pieces that the processes take in turn; --output is made of them
     processes: int = 1,                  # Stockfish processes side by side
-    nodes: int = 1000,                   # search limit per position, nodes
+    nodes: int = 10_000,                 # search limit per position, nodes; as the shipped labels have
     seed: int = 0,                       # of the order of the moves in a line
     padded: bool = True,                 # fixed-width fields, as in the public data
     stockfish_path: str | None = None,   # the executable; none looks for it

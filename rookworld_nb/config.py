@@ -52,9 +52,9 @@ class PromptOptions:
     mix_env_ratio: float | None = None  # share of A: prompts; none: 0.35 for a small model, 0.2 a large one
     rare_env_ratio: float | None = 0.15  # share of rare outcomes among them; none: as they come
     max_positions: int | None = None  # use only that many prompts of each task, from everywhere in the file; none: all
-    stockfish_path: str | None = None  # judge P: answers with this engine instead of the stored targets
-    eval_policy: int = 1000           # held-out P: positions evaluated before and after; 0 for none
-    eval_env: int = 192               # held-out A: positions evaluated before and after; 0 for none
+    stockfish_path: str | None = None  # judge P: answers with this engine (10,000 nodes), not by the targets
+    eval_policy: int = 1000           # shipped held-out P: positions evaluated before and after; 0: none
+    eval_env: int = 192               # shipped held-out A: positions evaluated before and after; 0: none
     eval_samples: int = 12            # completions of each at the training temperature, beside a greedy one
     eval_every: int | None = None     # optimiser steps between greedy looks at the held-out positions; none: no looks
     save_every: int = 50              # optimiser steps between checkpoints
@@ -72,7 +72,7 @@ class RewardOptions(RewardTerms):
     reward_shaping: str = 'continuous'   # graduated | continuous | linear | binary | ladder
     legal_credit: float = 0.5         # P: what a legal candidate outside the engine's five earns, 1 for one inside
     repeat_cost: float = 0.0          # P: what a repeated legal candidate takes away, in the same unit
-    reward_warmup_steps: int = 0      # batches over which content is blended into the reward after structure
+    reward_warmup_steps: int = 0      # batches in which the rest of the reward is faded in beside the format
     normalize_rewards: bool = False   # take a running mean from rewards and divide by a running deviation, per task
     baseline_type: str = 'group_mean'  # what a reward is compared with: group_mean | ema | adaptive | leave_one_out
     scale_rewards: str = 'batch'      # whose spread the difference is divided by: group | batch | none

@@ -36,7 +36,7 @@ from typing import Any, TextIO
 
 import chess
 
-from .rules import (PATIENCE, Candidate, EngineError, EnvStep, Stockfish, fen_key, legal_moves,
+from .rules import (LABEL_NODES, PATIENCE, Candidate, EngineError, EnvStep, Stockfish, fen_key, legal_moves,
                                 parse_board)
 from .tasks import (EnvAnswer, format_policy, parse_env, parse_policy, policy_prompt, split_line,
                                 task_of)
@@ -423,7 +423,7 @@ class Labelling:
     "A labelling job: what decides its lines, and how it is cut."
     output: str               # file of P: lines, plain or .gz; the shards are kept beside it until it is there
     shards: int = 64          # pieces that processes take in turn, several times as many as there are processes
-    nodes: int = 1000         # search limit per position, nodes
+    nodes: int = LABEL_NODES  # search limit per position, nodes
     seed: int = 0             # of the order of the moves in a line
     padded: bool = True       # fixed-width fields, as in the public data
     stockfish_path: str | None = None  # the executable; None looks for it

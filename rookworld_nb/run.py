@@ -35,7 +35,7 @@ from .buffer import (
 from .checkpoint import (
     PROFILES, checkpoint_step, checkpoint_sums, checkpoints_of, cut_logs, fingerprint, model_bytes,
     newest_checkpoint, put_back, sweep, write_checkpoint)
-from .config import FREE, MOVABLE, OPEN, RunError, TrainConfig
+from .config import FREE, MOVABLE, OPEN, RunError, TrainConfig, whole_answers
 from .credit import PartCredit
 from .evaluate import chance_line, compare, evaluate, recall_table, select_rows
 from .hardware import (
@@ -47,7 +47,7 @@ from .positions import (
     DataError, PromptMix, Sample, apart_from, by_task, is_rare, locked, read_lines,
     shipped, shipped_positions, spread, warn_malformed)
 from .rewards import PatientEngine, RewardScorer, engine_questions
-from .rules import Stockfish
+from .rules import LABEL_NODES, Stockfish
 from .trainer import Trainer, restore_trainer, trainer_state
 from .weights import load_pretrained
 
@@ -140,7 +140,7 @@ def open_engine(
     "Start the engine that a run asks for."
     if config.stockfish_path is None:
         return None
-    engine = undo.enter_context(Stockfish(config.stockfish_path))
+    engine = undo.enter_context(Stockfish(config.stockfish_path, LABEL_NODES))
     logger.info('Engine: %s', engine.name)
     return engine
 
@@ -227,12 +227,13 @@ def planned_work(
     "Prompts, completions, updates and tokens of a run."
     config, prompts, updates = run.config, run.prompts.batch_positions, updates_per_batch(run)
     batches, device = math.ceil(config.steps/updates), next(run.model.parameters()).device
-    completions = batches*prompts*config.group_size
+    completions, acting = batches*prompts*config.group_size, whole_answers(config)
     least = 'at least ' if config.buffer_capacity > 1 or config.drop_tied else ''    # more as the buffer finds it
     return (f'{config.model} on {device}: {config.steps} updates, {updates} on each of {least}{batches} '
             f'batches of {prompts} prompts x {config.group_size} completions = {least}{completions} completions '
             f'of up to {config.max_new_tokens} tokens; {len(run.samples)} prompts to draw from, '
             f'{len(run.heldout)} held-out positions'
+            + (f'; whole answers are paid, because of {", ".join(acting)}' if acting else '')
             + (f'; {run.trainer.step} are done in {run.folder}' if config.resume else '')
             + (f'; {run.ranks.size} processes' if run.ranks.size > 1 else ''))
 
@@ -751,6 +752,7 @@ def train(
         if ranks.first:    # a place that cannot be written to, or where another run goes on, costs no examination
             stack.enter_context(alone_and_current(run))
             run.holds = True
+        if run.heldout: say(f'Evaluating {len(run.heldout)} held-out positions before the first update')
         before = examine(run, run.reference) if run.heldout else None
         with tqdm(total=run.config.steps, initial=run.trainer.step, unit='step', dynamic_ncols=True,
                   disable=not ranks.first) as bar:
@@ -768,6 +770,7 @@ def train(
                 raise
         say(f'{run.trainer.stop_reason}; run folder: {run.folder}')
         if before is None: return finish(run)
+        say('Evaluating the same positions again; if that is interrupted, --resume does it')
         table = finish(run, before, examine(run))
         say(closing_table(table))
         return table

@@ -436,7 +436,7 @@ def test_a_price_unties_groups_in_every_count(model):
 
 
 def test_a_minibatch_larger_than_the_buffer_is_refused(model):
-    with pytest.raises(SettingError, match='minibatch_positions=9: there is room for 8 groups, 4 for each of capacity=2'):
+    with pytest.raises(SettingError, match='minibatch_positions=9: must be at most 8, the 4 groups of a collection times the capacity of 2'):
         next(buffer(model, prompts=4, capacity=2, minibatch_positions=9))
     assert len(keys(next(buffer(model, prompts=4, capacity=2, minibatch_positions=8)))) == 8
 
@@ -461,7 +461,7 @@ def test_a_cleared_buffer_collects_anew(model):
 
 
 def test_a_running_mean_is_not_divided_by_the_spread_of_a_group():
-    with pytest.raises(SettingError, match='scale_rewards=group: not with baseline=ema.*batch or none'): CollectorConfig(baseline='ema')
+    with pytest.raises(SettingError, match='scale_rewards=group: not with an ema baseline.*batch or none'): CollectorConfig(baseline='ema')
 
 
 def test_credit_by_part_needs_to_know_how_each_answer_was_judged(model):
