@@ -8,7 +8,8 @@ in --cache. Those that the package ships, or --exclude names, are left out. With
 P: out. A: positions are the shipped held-out ones. Task `A natural`: --moves moves as games have them (seven in ten are one of the engine's five), one on each of the fresh positions (`--moves 0`: none). Task
 `A rare`: how many of the mates, draws and illegal moves are recognised, of the shipped held-out and stress sets together, and how many other moves are taken for one of these. Task `A rare, fresh`: the
 same of --rare moves from the `A:` shards beside those of the P: positions (`--rare 0`: none). Tasks
-`P held-out` and `P held-out, sampled`: the policy rows of the run's own closing table. Both models answer each prompt once, greedily; the difference is paired by prompt. Figures of the same
+`P held-out` and `P held-out, sampled`: the policy rows of the run's own closing table. Both models answer each prompt once, greedily; the difference is paired by prompt. `--share 0.6` examines the model that lies so far on the
+line from the start to the run's end (and has no closing table). Figures of the same
 run, task and metric in the CSV are replaced, if that run had the same settings.
 """
 import argparse
@@ -27,7 +28,7 @@ from rookworld_nb.pretrain import labelled_again, make_env_data, make_policy_dat
 from rookworld_nb.rewards import RewardScorer
 from rookworld_nb.rules import fen_key
 from rookworld_nb.run import training_samples
-from rookworld_nb.weights import load_pretrained
+from rookworld_nb.weights import interpolate, load_pretrained
 
 SHARD, ENV_SHARD, NODES, SEED = 2000, 1000, 2000, 10    # the prompts of nano's fourth pre-training, which had seed 9
 JUDGE = 10_000    # nodes of the labels, as in the shipped held-out set
@@ -93,7 +94,7 @@ def env_moves(before, after, task):
 def closing_rows(run):
     "Rows of the policy from the table that the run ended with."
     table = pd.DataFrame(json.loads((run/'summary.json').read_text(encoding='utf-8'))['comparison'])
-    policy = table[table['task'] == 'P']
+    policy = table[table['task'] == 'P'].drop(columns='chance')
     return policy.assign(task=policy['temperature'].map(lambda temperature: 'P held-out, sampled' if temperature else 'P held-out'))
 
 
@@ -105,6 +106,7 @@ def main():
     options.add_argument('--rare', type=int, default=2800, help='A: moves of which many are rare')
     options.add_argument('--cache', type=Path, default=Path('work/heldout'), help='where the positions are kept')
     options.add_argument('--exclude', type=Path, help='file of FENs to leave out as well')
+    options.add_argument('--share', type=float, default=1., help='of the way from the start to the end, 0 to 1')
     options.add_argument('--undrawn', action='store_true', help='take prompts that the run did not draw')
     options.add_argument('--csv', type=Path, help='table to add to')
     options = options.parse_args()
@@ -118,16 +120,17 @@ def main():
         samples = (undrawn_positions(run, config) if options.undrawn else fresh)[:options.positions] + held
         scorer = RewardScorer(config.rewards).for_evaluation()
         parts = ['usual']*len(samples) + ['stress']*len(stress) + ['moves']*len(moves) + ['scarce']*len(scarce)
-        examine = lambda name: evaluate(*load_pretrained(name), samples + stress + moves + scarce, scorer=scorer)
-        start = config.model, config.rewards, options.undrawn and run
-        if start not in before: before[start] = examine(config.model)
-        both = before[start], examine(run/'final_checkpoint')
+        examine = lambda model, tokenizer: evaluate(model, tokenizer, samples + stress + moves + scarce, scorer=scorer)
+        start, (first, tokenizer) = (config.model, config.rewards, options.undrawn and run), load_pretrained(config.model)
+        if start not in before: before[start] = examine(first, tokenizer)
+        both = before[start], examine(interpolate(first, load_pretrained(run/'final_checkpoint')[0], options.share), tokenizer)
         of = lambda *chosen: [table[table['prompt'].map(parts.__getitem__).isin(chosen)] for table in both]
         rare = env_moves(*of('usual', 'stress'), 'A rare')
-        found = [compare(*of('usual')).reset_index(), rare[rare['metric'].isin(RARE)], closing_rows(run)]
+        found = [compare(*of('usual')).reset_index(), rare[rare['metric'].isin(RARE)]]
+        if options.share == 1: found.append(closing_rows(run))
         if moves: found.append(env_moves(*of('moves'), 'A natural'))
         if scarce: found.append(env_moves(*of('scarce'), 'A rare, fresh'))
-        table = pd.concat(found).drop(columns=['temperature', 'chance'])
+        table = pd.concat(found).drop(columns='temperature')
         settings = {'run': run.name, **{name: getattr(config, name) for name in SETTINGS}}
         tables.append(table.assign(**settings)[[*settings, *table.columns]])
         print(run.name, ', '.join(f'{row.task}: {row.metric} {row.difference:+.4f} (z {row.z:+.1f})' for row in table.itertuples()

@@ -7,9 +7,10 @@ __all__ = ['END_TOKEN', 'REQUIRED', 'INDEX', 'TRANSPOSED', 'BUFFERS', 'STORED', 
            'ModelNameError', 'ModelFileError', 'bpe_tokenizer', 'load_tokenizer', 'end_token_id', 'check_tokenizer',
            'read_json', 'load_config', 'load_shard', 'shards_of', 'load_tensors', 'check_tensor', 'fill_model',
            'config_dict', 'replace_files', 'check_finite', 'save_pretrained', 'download', 'model_folder',
-           'load_pretrained', 'HubError', 'push_list', 'push_lines', 'push']
+           'load_pretrained', 'interpolate', 'HubError', 'push_list', 'push_lines', 'push']
 
 # %% ../nbs/01_weights.ipynb #29d490b4
+import copy
 import hashlib
 import json
 import os
@@ -332,6 +333,22 @@ def load_pretrained(
         fill_model(model, tensors, device, dtype)
     except ModelFileError as e: raise ModelFileError(f'{folder}: {e}') from e
     return model, tokenizer
+
+# %% ../nbs/01_weights.ipynb #b1e7a602
+def interpolate(
+    start: GPT,    # what a share of 0 gives
+    end: GPT,      # what a share of 1 gives; of the same shape, begun as `start`
+    share: float,  # of the way from start to end, 0 to 1
+) -> GPT:          # a new model, on the device and of the type of `end`
+    'A model on the straight line between two; https://arxiv.org/abs/2109.01903.'
+    if not 0 <= share <= 1: raise ValueError(f'share={share}: must be 0 to 1')
+    if start.cfg != end.cfg: raise ValueError(f'models of two shapes: {start.cfg} and {end.cfg}')
+    between = copy.deepcopy(end)
+    with torch.no_grad():
+        for mixed, first in zip(between.parameters(), start.parameters()):
+            mixed.copy_((1 - share)*first.to(mixed) + share*mixed)
+    return between
+
 
 # %% ../nbs/01_weights.ipynb #615db2fa
 CARD = """---

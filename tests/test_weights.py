@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rookworld_nb import weights
 from rookworld_nb.model import GPT, GPTConfig
-from rookworld_nb.weights import (END_TOKEN, ModelFileError, ModelNameError, bpe_tokenizer, end_token_id, load_config,
+from rookworld_nb.weights import (END_TOKEN, ModelFileError, ModelNameError, bpe_tokenizer, end_token_id, interpolate, load_config,
                                   load_pretrained, load_tensors, load_tokenizer, save_pretrained)
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -187,6 +187,24 @@ def test_loading_draws_no_random_numbers(ours):
 
 
 # ---- saving
+
+def test_a_model_between_two_is_their_weighted_mean_and_leaves_them_alone():
+    torch.manual_seed(0)
+    start, end = GPT(CFG), GPT(CFG).to(torch.float64)
+    before = [{name: p.clone() for name, p in model.state_dict().items()} for model in (start, end)]
+    between = interpolate(start, end, .3)
+    for name, p in between.state_dict().items():
+        assert p.dtype == torch.float64
+        assert_close(p, .7*before[0][name].double() + .3*before[1][name])
+    for model, old in zip((start, end), before): assert_close(model.state_dict(), old, rtol=0, atol=0)
+    assert_close(interpolate(start, end, 1.).state_dict(), before[1], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize('share', [-.1, 1.01, float('nan')])
+def test_a_share_beyond_the_line_and_models_of_two_shapes_are_refused(share):
+    with pytest.raises(ValueError, match=f'share={share}: must be 0 to 1'): interpolate(GPT(CFG), GPT(CFG), share)
+    with pytest.raises(ValueError, match='two shapes.*n_layer=2.*n_layer=1'): interpolate(GPT(CFG), GPT(GPTConfig(1, 2, 16, 60, 32)), .5)
+
 
 def test_files_can_be_read_by_everybody_and_nothing_else_is_left(ours):
     folder, _ = ours
