@@ -276,6 +276,8 @@ def plain_prompt(
     "A prompt without the liberties that a person takes with blanks and prefixes."
     asked = read_prompt(prompt)
     if isinstance(asked, PolicyAnswer): return policy_prompt(asked.fen)
+    if asked.history[-1:] != (asked.uci,):
+        raise TaskFormatError(f'prompt {prompt!r}: its history must end with {asked.uci}')
     return env_prompt(asked.fen, asked.uci, asked.history)
 
 def split_line(

@@ -225,6 +225,7 @@ MISTAKES = [
     ('generate --config twice.toml', '', ['twice.toml', 'max_new_tokens', 'twice']),
     ('train --config train.toml', '', ['train.toml', 'train is a table', 'name = value']),
     ('generate', '', ['no prompts']),
+    ('generate', f'A: {START}+e2e4+d2d4+', ['+e2e4+d2d4+', 'must end with e2e4']), ('generate', f'A: {START}+e2e4++', ['must end with e2e4']),
     ('generate --group-size 2', PROMPT, ['--group-size 2', 'alike', '--temperature']),
     ('generate hello', '', ['hello', 'P: ']),
     ('generate', 'P: hello', ['P: hello', 'a FEN']), ('generate', PROMPT + '\nA: x+y', ['A: x+y', 'fen+uci+history+']),
