@@ -260,8 +260,8 @@ def completion_metrics(
     experience: Experience,  # a scored batch
 ) -> dict[str, float]:
     "Lengths in tokens, the share that was cut off, the count of tokens, and the speed of sampling."
-    lengths = torch.cat([part.lengths for part in experience.parts])
-    clipped = torch.cat([part.clipped for part in experience.parts])
+    lengths = torch.cat([part.lengths for part in experience.parts]).cpu()    # MPS knows no float64
+    clipped = torch.cat([part.clipped for part in experience.parts]).cpu()
     return {'completions/mean_length': float(lengths.double().mean()), 'completions/min_length': float(lengths.min()),
             'completions/max_length': float(lengths.max()), 'completions/clipped_ratio': float(clipped.double().mean()),
             'num_tokens': float(experience.num_tokens), 'kl_penalty': experience.kl_penalty or 0.,

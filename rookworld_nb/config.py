@@ -173,6 +173,7 @@ def whole_answers(
     "What is asked for and acts on whole answers, so that they cannot be paid by part."
     names = {'shaping': 'reward_shaping', 'normalize': 'normalize_rewards'}    # which differ here
     asked = [name for name in ('use_gae', 'kl_in_reward') if getattr(config, name)]
+    asked += ['importance_level']*(config.importance_level == 'sequence')    # one ratio, one gradient
     asked += [names.get(name, name) for name in paid_whole(config.rewards)]
     given = {f'--{name.replace("_", "-")}': getattr(config, name) for name in asked}
     return [flag if value is True else f'{flag} {value}' for flag, value in given.items()]
@@ -215,6 +216,10 @@ def idle_flags(
         wrong['kl_unbiased'] = f'of no use with --kl-estimator {config.kl_estimator}, which is not sampled'
     if not config.kl_unbiased and config.kl_in_reward:
         wrong['kl_unbiased'] = 'of no use with --kl-in-reward, which leaves no KL in the loss'
+    if config.kl_in_reward and config.kl_coef == 0:
+        wrong['kl_in_reward'] = 'of no use with --kl-coef 0'
+    if config.use_gae and config.importance_level == 'sequence':
+        wrong['importance_level'] = 'not with --use-gae, whose advantages differ from token to token'
     if config.penalty != TrainConfig.penalty and config.reward_shaping == 'binary':
         wrong['penalty'] = 'of no use with --reward-shaping binary, which pays 0 or 1'
     if config.kl_warmup_factor == 0 and config.kl_warmup_steps >= config.steps:

@@ -187,7 +187,7 @@ def test_a_run_pays_parts_and_says_so(tmp_path):
 
 
 @pytest.mark.parametrize('setting', [{'use_gae': True}, {'kl_in_reward': True}, {'normalize_rewards': True}, {'reward_warmup_steps': 5},
-                                     {'reward_shaping': 'ladder'}])
+                                     {'reward_shaping': 'ladder'}, {'importance_level': 'sequence'}])
 def test_settings_that_act_on_whole_answers(setting):
     asked, flag = TrainConfig(**setting), next(iter(setting)).replace('_', '-')
     assert asked.for_size(1).credit == 'answer' and TrainConfig(reward_shaping='linear').for_size(1).credit == 'part'
