@@ -489,8 +489,9 @@ def test_the_script_passes_the_exit_code_on(tmp_path):
 
 def test_a_prompt_is_asked_as_it_was_trained(call, tiny):
     words = ['generate', '--model', tiny, '--max-new-tokens', '4']
-    for liberties, plain in ((f'P:{START}  ', f'P: {START}'), (f'A:{START}+e2e4+e2e4+', f'A: {START}+e2e4+e2e4+'), (f'{START}+e2e4++', f'A: {START}+e2e4++')):
-        assert call(*words, liberties) == call(*words, plain)
+    for liberties, plain in ((f'P:{START}  ', f'P: {START}'), (f'A:{START}+e2e4+e2e4+', f'A: {START}+e2e4+e2e4+'), (f'{START}+e2e4+e2e4+', f'A: {START}+e2e4+e2e4+')):
+        answer = call(*words, plain)
+        assert call(*words, liberties) == answer and answer[0] == 0
 
 
 def test_the_newest_run_is_reported(call, tiny, cwd):

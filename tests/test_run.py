@@ -600,7 +600,7 @@ def test_where_a_broken_run_goes_on_is_said(tmp_path, monkeypatch, capsys, caplo
 def test_an_engine_does_not_outlive_a_failure(tmp_path, monkeypatch):
     class Engine:
         name, closed = 'an engine', []
-        def __init__(self, path): pass
+        def __init__(self, path, nodes): pass
         def __enter__(self): return self
         def __exit__(self, *error): self.closed.append(self)
     monkeypatch.setattr('rookworld_nb.run.Stockfish', Engine)
