@@ -26,12 +26,11 @@ from rookworld_nb.evaluate import compare, evaluate, select_rows
 from rookworld_nb.positions import OUTCOMES, PromptMix, apart_from, by_task, read_lines, seen_positions, shipped, shipped_positions, write_lines
 from rookworld_nb.pretrain import labelled_again, make_env_data, make_policy_data, natural_env_sample, read_excluded
 from rookworld_nb.rewards import RewardScorer
-from rookworld_nb.rules import fen_key
+from rookworld_nb.rules import LABEL_NODES, fen_key
 from rookworld_nb.run import training_samples
 from rookworld_nb.weights import interpolate, load_pretrained
 
 SHARD, ENV_SHARD, NODES, SEED = 2000, 1000, 2000, 10    # the prompts of nano's fourth pre-training, which had seed 9
-JUDGE = 10_000    # nodes of the labels, as in the shipped held-out set
 RARE = [*(f'{name}_recall' for name in OUTCOMES), 'false_alarms']
 SETTINGS = ('mix_env_ratio', 'rare_env_ratio', 'kl_coef', 'credit', 'illegal_cost', 'repeat_cost', 'steps', 'lr', 'seed')
 
@@ -59,7 +58,7 @@ def fresh_positions(count, cache, exclude):
     samples, file = unseen(policy_shards(shards_for(count, SHARD), cache), count, exclude), cache/'judged.txt'
     judged = {sample.fen: sample for sample in (read_lines(file)[0] if file.exists() else [])}
     if missing := [sample for sample in samples if sample.fen not in judged]:
-        judged |= {sample.fen: sample for sample in labelled_again(missing, JUDGE)}
+        judged |= {sample.fen: sample for sample in labelled_again(missing, LABEL_NODES)}
         write_lines(judged.values(), file)
     return [judged[sample.fen] for sample in samples]
 
@@ -121,9 +120,11 @@ def main():
         scorer = RewardScorer(config.rewards).for_evaluation()
         parts = ['usual']*len(samples) + ['stress']*len(stress) + ['moves']*len(moves) + ['scarce']*len(scarce)
         examine = lambda model, tokenizer: evaluate(model, tokenizer, samples + stress + moves + scarce, scorer=scorer)
-        start, (first, tokenizer) = (config.model, config.rewards, options.undrawn and run), load_pretrained(config.model)
+        first, tokenizer = load_pretrained(config.model)
+        start = config.model, config.rewards, options.undrawn and run
         if start not in before: before[start] = examine(first, tokenizer)
-        both = before[start], examine(interpolate(first, load_pretrained(run/'final_checkpoint')[0], options.share), tokenizer)
+        last, _ = load_pretrained(run/'final_checkpoint')
+        both = before[start], examine(interpolate(first, last, options.share), tokenizer)
         of = lambda *chosen: [table[table['prompt'].map(parts.__getitem__).isin(chosen)] for table in both]
         rare = env_moves(*of('usual', 'stress'), 'A rare')
         found = [compare(*of('usual')).reset_index(), rare[rare['metric'].isin(RARE)]]
@@ -131,7 +132,7 @@ def main():
         if moves: found.append(env_moves(*of('moves'), 'A natural'))
         if scarce: found.append(env_moves(*of('scarce'), 'A rare, fresh'))
         table = pd.concat(found).drop(columns='temperature')
-        settings = {'run': run.name, **{name: getattr(config, name) for name in SETTINGS}}
+        settings = {'run': run.name, **{name: getattr(config, name) for name in SETTINGS}, 'share': options.share}
         tables.append(table.assign(**settings)[[*settings, *table.columns]])
         print(run.name, ', '.join(f'{row.task}: {row.metric} {row.difference:+.4f} (z {row.z:+.1f})' for row in table.itertuples()
                                   if row.task in ('A rare', 'A rare, fresh', 'A natural') or row.metric in ('reward', 'distinct_legal', 'top5_overlap', 'best_legal', 'best_move_accuracy', 'state_exact')),

@@ -355,7 +355,7 @@ def batches(
 
 
 def generate(
-    *prompts: str,              # "P: FEN" or "A: FEN+MOVE+HISTORY+"; HISTORY ends with MOVE; none: standard input
+    *prompts: str,              # "P: FEN" or "A: FEN+MOVE+HISTORY MOVE+"; what follows is ignored; none: standard input
     model: str = 'nano',        # nano, a folder, or a Hugging Face id
     group_size: int = 1,        # completions of each prompt
     temperature: float = 0.,    # logits are divided by it; 0 is greedy

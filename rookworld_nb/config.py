@@ -172,8 +172,8 @@ def whole_answers(
 ) -> list[str]:             # flags
     "What is asked for and acts on whole answers, so that they cannot be paid by part."
     names = {'shaping': 'reward_shaping', 'normalize': 'normalize_rewards'}    # which differ here
-    asked = [name for name in ('use_gae', 'kl_in_reward') if getattr(config, name)]
-    asked += ['importance_level']*(config.importance_level == 'sequence')    # one ratio, one gradient
+    acting = {'use_gae': True, 'kl_in_reward': True, 'importance_level': 'sequence'}    # one ratio, one gradient
+    asked = [name for name, value in acting.items() if getattr(config, name) == value]
     asked += [names.get(name, name) for name in paid_whole(config.rewards)]
     given = {f'--{name.replace("_", "-")}': getattr(config, name) for name in asked}
     return [flag if value is True else f'{flag} {value}' for flag, value in given.items()]

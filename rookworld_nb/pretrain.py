@@ -42,7 +42,7 @@ from .model import GPT, GPTConfig
 from .positions import (OUTCOMES, Progress, Sample, apart_from, by_task, locked, outcome, random_endgame,
                                     read_lines, replacing, seen_positions, shipped_positions, write_lines)
 from .probes import BOARD_SQUARES, BoardProbes, BoardText, outputs_of
-from .rules import Stockfish, env_step, fen_key, legal_moves
+from .rules import LABEL_NODES, Stockfish, env_step, fen_key, legal_moves
 from .tasks import format_env, format_policy, is_fen, parse_env, parse_policy, split_line
 from .weights import END_TOKEN, end_token_id, load_pretrained, save_pretrained
 
@@ -1046,7 +1046,7 @@ def labelled_again(
 def make_prompts(
     folder: str | Path,        # of the pre-training, with its prompts/
     rare: list[Sample],        # the set of rare moves, which must stay unseen too
-    nodes: int = 10_000,       # Stockfish nodes for the labels
+    nodes: int = LABEL_NODES,  # Stockfish nodes for the labels
     n_policy: int = 10_000,    # P: prompts to train on
     n_env: int = 4_800,        # A: prompts to train on: five natural moves to three from the mix
     n_heldout: int = 1_000,    # held-out P: positions; half as many natural A: moves, 300 from the mix

@@ -227,13 +227,14 @@ def planned_work(
     "Prompts, completions, updates and tokens of a run."
     config, prompts, updates = run.config, run.prompts.batch_positions, updates_per_batch(run)
     batches, device = math.ceil(config.steps/updates), next(run.model.parameters()).device
-    completions, acting = batches*prompts*config.group_size, whole_answers(config)
+    completions = batches*prompts*config.group_size
+    whole = whole_answers(config)
     least = 'at least ' if config.buffer_capacity > 1 or config.drop_tied else ''    # more as the buffer finds it
     return (f'{config.model} on {device}: {config.steps} updates, {updates} on each of {least}{batches} '
             f'batches of {prompts} prompts x {config.group_size} completions = {least}{completions} completions '
             f'of up to {config.max_new_tokens} tokens; {len(run.samples)} prompts to draw from, '
             f'{len(run.heldout)} held-out positions'
-            + (f'; whole answers are paid, because of {", ".join(acting)}' if acting else '')
+            + (f'; whole answers are paid, because of {", ".join(whole)}' if whole else '')
             + (f'; {run.trainer.step} are done in {run.folder}' if config.resume else '')
             + (f'; {run.ranks.size} processes' if run.ranks.size > 1 else ''))
 
@@ -752,8 +753,10 @@ def train(
         if ranks.first:    # a place that cannot be written to, or where another run goes on, costs no examination
             stack.enter_context(alone_and_current(run))
             run.holds = True
-        if run.heldout: say(f'Evaluating {len(run.heldout)} held-out positions before the first update')
-        before = examine(run, run.reference) if run.heldout else None
+        before = None
+        if run.heldout:
+            say(f'Evaluating {len(run.heldout)} held-out positions before the first update')
+            before = examine(run, run.reference)
         with tqdm(total=run.config.steps, initial=run.trainer.step, unit='step', dynamic_ncols=True,
                   disable=not ranks.first) as bar:
             try:

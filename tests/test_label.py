@@ -10,6 +10,7 @@ import time
 import tracemalloc
 from collections import Counter
 from dataclasses import replace
+from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,7 +21,7 @@ from rookworld_nb import cli, positions
 from rookworld_nb.positions import (
     DataError, Labelling, LabelError, cut_inputs, data_files, label_files, label_shard, label_worker, labelled_in, lazy_lines, locked,
     merge_shards, read_lines, shard_of, shipped)
-from rookworld_nb.rules import PATIENCE, Candidate, EngineError, EngineNotFound, find_stockfish, legal_moves
+from rookworld_nb.rules import LABEL_NODES, PATIENCE, Candidate, EngineError, EngineNotFound, find_stockfish, legal_moves
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -36,6 +37,10 @@ def games(count, seed=0):
             board.push(rng.choice(moves))
             if board.legal_moves.count() > 1: found[board.fen()] = None
     return list(found)[:count]
+
+
+def test_the_command_looks_as_deep_as_the_shipped_labels():
+    assert signature(cli.label).parameters['nodes'].default == Labelling('out.txt').nodes == LABEL_NODES
 
 
 class Engine:

@@ -26,7 +26,7 @@ from rookworld_nb.config import BY_SIZE, OPEN, RunError, TrainConfig
 from rookworld_nb.monitor import read_metrics
 from rookworld_nb.positions import by_task, is_rare, shipped, write_lines
 from rookworld_nb.rewards import EngineSilent
-from rookworld_nb.rules import EngineNotFound, Stockfish, fen_key, find_stockfish
+from rookworld_nb.rules import LABEL_NODES, EngineNotFound, Stockfish, fen_key, find_stockfish
 from rookworld_nb.run import (Run, alone_in, closing_table, examine, heldout_samples, levers, planned_work, read_events, resumed_config, run_state, save_run, steer, train,
                               training_samples, trial_run)
 from rookworld_nb.tasks import parse_env
@@ -600,12 +600,12 @@ def test_where_a_broken_run_goes_on_is_said(tmp_path, monkeypatch, capsys, caplo
 def test_an_engine_does_not_outlive_a_failure(tmp_path, monkeypatch):
     class Engine:
         name, closed = 'an engine', []
-        def __init__(self, path, nodes): pass
+        def __init__(self, path, nodes): self.nodes = nodes
         def __enter__(self): return self
         def __exit__(self, *error): self.closed.append(self)
     monkeypatch.setattr('rookworld_nb.run.Stockfish', Engine)
     with pytest.raises(ModelNameError): Run(replace(TINY, stockfish_path='x', model='/no/such', output_dir=str(tmp_path/'run')))
-    assert len(Engine.closed) == 1
+    assert [engine.nodes for engine in Engine.closed] == [LABEL_NODES]
 
 
 @pytest.mark.usefixtures('interruptible')
@@ -787,6 +787,12 @@ def test_a_diverged_run_that_is_given_more_steps_does_not_learn_from_the_failed_
 def test_the_plan_says_where_a_number_is_only_the_least(tmp_path):
     plan = lambda **changes: planned_work(Run(replace(SHORT, output_dir=str(tmp_path/'run'), **changes)))
     assert 'at least' not in plan() and plan(buffer_capacity=2).count('at least') == 2 == plan(drop_tied=True).count('at least')
+
+
+def test_the_plan_says_why_whole_answers_are_paid(tmp_path):
+    plan = lambda **changes: planned_work(Run(replace(SHORT, output_dir=str(tmp_path/'run'), **changes)))
+    assert 'whole answers' not in plan() and 'whole answers' not in plan(credit='answer')
+    assert 'whole answers are paid, because of --kl-in-reward, --importance-level sequence' in plan(kl_in_reward=True, importance_level='sequence')
 
 
 def test_a_run_whose_step_was_broken_off_is_not_gone_on_with_as_it_is(tmp_path, monkeypatch):
