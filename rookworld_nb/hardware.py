@@ -493,7 +493,7 @@ def in_company() -> Iterator[None]:
     except RuntimeError as error:
         if is_out_of_memory(error):
             raise
-        if dist.is_torchelastic_launched(): signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun ends the rest
+        if dist.is_torchelastic_launched(): signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's, to all
         why = re.sub(r'^\[[^]]*\] *', '', (str(error).strip() or type(error).__name__).splitlines()[0])
         raise RankError(f'another process is gone or late ({why[:160]}); with --resume the run goes on from its newest '
                         'checkpoint, on any number of processes') from error
@@ -605,13 +605,13 @@ def torchrun(
     try:
         yield ranks
         dist.destroy_process_group()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
     except (Exception, KeyboardInterrupt):
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)    # torchrun ends the rest: not before one has said why
         with suppress(RuntimeError):    # where torchrun itself is gone, everybody speaks
             if store.add('spoken', 1) > 1:
                 raise SystemExit(1) from None
         raise
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 # %% ../nbs/10_hardware.ipynb #6ea7c3f1
 def torch_device(

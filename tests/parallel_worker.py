@@ -1,6 +1,8 @@
 "What `test_parallel.py` has torchrun start: the same small training on any number of processes, or a failure on purpose."
 import copy
 import hashlib
+import os
+import signal
 import sys
 import time
 from functools import cache
@@ -79,4 +81,5 @@ if __name__ == '__main__':
         left = [path.read_text().strip() for path in Path('/proc/self/task').glob('*/comm')]
         assert not [name for name in left if 'gloo' in name], left    # one that wakes while Python shuts down aborts it, now and then
     except ValueError as error:
+        os.kill(os.getpid(), signal.SIGTERM)    # torchrun's, which may come before the message
         sys.exit(f'SAID {error}')
