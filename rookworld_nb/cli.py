@@ -368,11 +368,13 @@ def generate(
     "Complete prompts and say how likely each completion was."
     import torch
     from rookworld_nb.hardware import torch_device
+    from rookworld_nb.rules import parse_board
     from rookworld_nb.sampling import check_request, sample
-    from rookworld_nb.tasks import plain_prompt
+    from rookworld_nb.tasks import plain_prompt, read_prompt
     from rookworld_nb.weights import load_pretrained
     prompts = list(map(plain_prompt, input_lines(prompts, 'prompts')))
     at_least_one(batch=batch)
+    for prompt in prompts: parse_board(read_prompt(prompt).fen)
     check_request(prompts, group_size, max_new_tokens, temperature)
     if group_size > 1 and not temperature:
         raise UsageError(f'--group-size {group_size}: greedy answers are alike; give a --temperature above 0')

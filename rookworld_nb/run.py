@@ -758,7 +758,7 @@ def train(
             say(f'Evaluating {len(run.heldout)} held-out positions before the first update')
             before = examine(run, run.reference)
         with tqdm(total=run.config.steps, initial=run.trainer.step, unit='step', dynamic_ncols=True,
-                  disable=not ranks.first) as bar:
+                  disable=None if ranks.first else True) as bar:    # none: where it would end in a file
             try:
                 unchecked = run.trainer.untouched
                 for metrics in run.steps(others):

@@ -229,6 +229,7 @@ MISTAKES = [
     ('generate --group-size 2', PROMPT, ['--group-size 2', 'alike', '--temperature']),
     ('generate hello', '', ['hello', 'P: ']),
     ('generate', 'P: hello', ['P: hello', 'a FEN']), ('generate', PROMPT + '\nA: x+y', ['A: x+y', 'fen+uci+history+']),
+    ('generate', 'P: 8/8/8/8/8/8/8/8 w - - 0 1', ['8/8/8/8/8/8/8/8 w', 'impossible position', 'NO_WHITE_KING']),
     ('generate --temperature -1', PROMPT, ['temperature', '-1']),
     ('generate --temperature nan', PROMPT, ['--temperature', 'nan']),
     ('generate --group-size 0', PROMPT, ['--group-size', '0']),

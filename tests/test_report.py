@@ -21,7 +21,7 @@ from rookworld_nb import report as module
 from rookworld_nb.cli import flags_of, parser_of, read_settings
 from rookworld_nb.monitor import MetricError, RunWriter, metric_rows, overall, plain, simulated_run
 from rookworld_nb.report import (MetricWriter, MissingExtraError, ReportError, TensorBoardWriter, WandbWriter, bin_edges,
-                                 changed_settings, command_line, comparison, ending, findings, first_update, number,
+                                 changed_settings, command_line, comparison, default_words, ending, findings, first_update, number,
                                  pick_samples, plot_distributions, plot_lights, plot_looks, ranges, read_run, report)
 from rookworld_nb.config import SMALL, TrainConfig
 from rookworld_nb.run import write_events
@@ -248,8 +248,9 @@ def test_numbers():
 def test_changed_settings_come_with_their_defaults(folder):
     assert changed_settings(plain(CONFIG)) == {'data': 'my lines.txt', 'steps': STEPS, 'lr': 2e-3, 'kl_unbiased': False}
     rows = re.findall(r'<tr><td><b>(\w+)</b></td><td.*?>(.*?)</td><td.*?>(.*?)</td></tr>', (folder/'report.html').read_text())
-    assert rows[-4:] == [('data', 'my lines.txt', 'none'), ('steps', '12', str(TrainConfig().steps)), ('lr', '0.002', 'none'), ('kl_unbiased', 'false', 'true')]
+    assert rows[-4:] == [('data', 'my lines.txt', 'none'), ('steps', '12', str(TrainConfig().steps)), ('lr', '0.002', '0.00015 for a small model, 1e-05 for a large one'), ('kl_unbiased', 'false', 'true')]
     assert changed_settings({'steps': TrainConfig().steps, 'of_another_version': 1}) == {'of_another_version': 1}
+    assert default_words('of_another_version') == '-' and default_words('max_positions') == 'none'
 
 
 @pytest.mark.parametrize('changes', [{}, {'steps': 3, 'lr': 1e-6}, {'kl_divergence_threshold': None}, {'data': "it's -here; $x"},
