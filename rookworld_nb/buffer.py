@@ -74,7 +74,7 @@ class CountingTask:
         prompts: Sequence[str],      # B prompts
         completions: Sequence[str],  # B texts; whatever they say
         targets: Sequence[str | None] | None = None,  # not needed: the task knows the answers
-    ) -> Scores:                     # rewards (B,) and the table of components
+    ) -> Scores:                     # rewards (N,) and the table of components
         "Score a batch."
         table = pd.DataFrame([self.score(*pair) for pair in zip(prompts, completions, strict=True)])
         return Scores(torch.tensor(table['reward'].to_numpy(), dtype=torch.float32), table)

@@ -4,13 +4,13 @@
 
 # %% auto #0
 __all__ = ['logger', 'REQUIRED', 'READERS', 'SUITES', 'WEAKEST', 'Suites', 'ANSWERED', 'USED_BY', 'HEADINGS', 'COMMANDS',
-           'UsageError', 'stdin_lines', 'comments_in', 'Flag', 'flags_of', 'parse_value', 'as_text', 'Parser',
-           'placeholder', 'parser_of', 'no_such', 'settings_in', 'read_settings', 'input_lines', 'at_least_one', 'emit',
-           'without_nan', 'positions', 'uci', 'batches', 'generate', 'read_rows', 'read_row', 'check_row', 'score',
-           'positions_in', 'label', 'evaluation_samples', 'say_absent', 'check_passes', 'measure', 'suite_puzzles',
-           'suite_openings', 'check_used', 'play_suites', 'evaluate_model', 'metric_tables', 'report_evaluation',
-           'as_columns', 'train', 'pretrain', 'report', 'ablate', 'search', 'push', 'batch_size', 'Command',
-           'run_command', 'overview', 'is_input_error', 'drop_output', 'console_logging', 'main']
+           'UsageError', 'stdin_lines', 'batches', 'comments_in', 'Flag', 'flags_of', 'parse_value', 'as_text',
+           'Parser', 'placeholder', 'parser_of', 'no_such', 'settings_in', 'read_settings', 'input_lines',
+           'at_least_one', 'emit', 'without_nan', 'positions', 'uci', 'generate', 'read_rows', 'read_row', 'check_row',
+           'score', 'positions_in', 'label', 'evaluation_samples', 'say_absent', 'check_passes', 'measure',
+           'suite_puzzles', 'suite_openings', 'check_used', 'play_suites', 'evaluate_model', 'metric_tables',
+           'report_evaluation', 'as_columns', 'train', 'pretrain', 'report', 'ablate', 'search', 'push', 'batch_size',
+           'Command', 'run_command', 'overview', 'is_input_error', 'drop_output', 'console_logging', 'main']
 
 # %% ../nbs/26_cli.ipynb #0f1f1bea
 import argparse
@@ -55,6 +55,15 @@ def stdin_lines() -> Iterator[str]:  # as they come
     "The lines of standard input."
     try: yield from (line.removeprefix('\ufeff') for line in sys.stdin)
     except UnicodeDecodeError as error: raise UsageError(f'standard input: not UTF-8 text: {error}') from None
+
+
+def batches(
+    items: Sequence,  # anything
+    size: int,        # of a batch, >= 1
+) -> Iterator[list]:  # consecutive items; the last batch may be shorter
+    "Cut a sequence into batches."
+    for start in range(0, len(items), size):
+        yield list(items[start:start + size])
 
 # %% ../nbs/26_cli.ipynb #1913ef0e
 def comments_in(
@@ -345,15 +354,6 @@ def uci(
         sys.stdout.flush()
 
 # %% ../nbs/26_cli.ipynb #09064f99
-def batches(
-    items: Sequence,  # anything
-    size: int,        # of a batch, >= 1
-) -> Iterator[list]:  # consecutive items; the last batch may be shorter
-    "Cut a sequence into batches."
-    for start in range(0, len(items), size):
-        yield list(items[start:start + size])
-
-
 def generate(
     *prompts: str,              # "P: FEN" or "A: FEN+MOVE+HISTORY MOVE+"; what follows is ignored; none: standard input
     model: str = 'nano',        # nano, a folder, or a Hugging Face id

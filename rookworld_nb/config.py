@@ -175,6 +175,7 @@ def whole_answers(
     acting = {'use_gae': True, 'kl_in_reward': True, 'importance_level': 'sequence'}    # one ratio, one gradient
     asked = [name for name, value in acting.items() if getattr(config, name) == value]
     asked += [names.get(name, name) for name in paid_whole(config.rewards)]
+    if config.penalty != TrainConfig.penalty: asked.append('penalty')    # of what is not readable as a whole
     given = {f'--{name.replace("_", "-")}': getattr(config, name) for name in asked}
     return [flag if value is True else f'{flag} {value}' for flag, value in given.items()]
 
@@ -222,6 +223,10 @@ def idle_flags(
         wrong['importance_level'] = 'not with --use-gae, whose advantages differ from token to token'
     if config.penalty != TrainConfig.penalty and config.reward_shaping == 'binary':
         wrong['penalty'] = 'of no use with --reward-shaping binary, which pays 0 or 1'
+    if config.mix_env_ratio == 0 and config.rare_env_ratio not in (TrainConfig.rare_env_ratio, None):
+        wrong['rare_env_ratio'] = 'of no use with --mix-env-ratio 0'
+    if config.eval_samples != TrainConfig.eval_samples and not config.eval_policy + config.eval_env:
+        wrong['eval_samples'] = 'of no use without --eval-policy or --eval-env'
     if config.kl_warmup_factor == 0 and config.kl_warmup_steps >= config.steps:
         wrong['kl_warmup_steps'] = f'the KL would weigh nothing in all of --steps {config.steps}'
     return wrong

@@ -24,9 +24,9 @@ class MissingInputError(RuntimeError):
 
 
 def by_group(
-    rewards: Tensor,  # (B,) one per completion, the samples of a prompt next to each other
-    group_size: int,  # G, completions per prompt, divides B
-) -> Tensor:          # (B / G, G) float, one row per prompt
+    rewards: Tensor,  # (N,) one per completion, the samples of a prompt next to each other
+    group_size: int,  # G, completions per prompt, divides N
+) -> Tensor:          # (N / G, G) float, one row per prompt
     "Lay the rewards out with one group per row."
     if group_size < 1 or rewards.dim() != 1 or len(rewards) % group_size:
         raise BatchShapeError(f'rewards of shape {tuple(rewards.shape)} do not split by group_size={group_size}')
@@ -34,17 +34,17 @@ def by_group(
 
 # %% ../nbs/08_grpo.ipynb #c1b88400
 def leave_one_out_baseline(
-    groups: Tensor,  # (P, G) rewards, one row per prompt, G >= 2
-) -> Tensor:         # (P, G) for each completion the mean of the others in its group
+    groups: Tensor,  # (B, G) rewards, one row per prompt, G >= 2
+) -> Tensor:         # (B, G) for each completion the mean of the others in its group
     "Compare each completion with the mean of its neighbours."
     return (groups.sum(1, keepdim=True) - groups) / (groups.shape[1] - 1)
 
 
 def adaptive_baseline(
-    groups: Tensor,             # (P, G) rewards, one row per prompt
+    groups: Tensor,             # (B, G) rewards, one row per prompt
     skew_limit: float = 0.2,    # the median is taken where |mean - median| / std exceeds this, 0 to 1
     spread_limit: float = 0.3,  # or where std exceeds this, in units of reward
-) -> Tensor:                    # (P, 1) median or mean of each group
+) -> Tensor:                    # (B, 1) median or mean of each group
     "Compare with the median where a group is skewed or wide, otherwise with the mean; std is the population's."
     mean, std = groups.mean(1, keepdim=True), groups.std(1, correction=0, keepdim=True)
     median = groups.quantile(0.5, dim=1, keepdim=True)
@@ -82,10 +82,10 @@ class EMATracker:
 
 # %% ../nbs/08_grpo.ipynb #51e355dc
 def ema_baseline(
-    groups: Tensor,                      # (P, G) rewards, one row per prompt
+    groups: Tensor,                      # (B, G) rewards, one row per prompt
     tracker: EMATracker | None = None,   # memory of earlier batches, updated here; None: no past
     tasks: Sequence[str] | None = None,  # P task names, one per prompt; None: one task
-) -> Tensor:                             # (P, 1) running mean of each prompt's task, before this batch
+) -> Tensor:                             # (B, 1) running mean of each prompt's task, before this batch
     "Compare with the running mean of earlier batches of the same task, and take this batch into it."
     tracker = EMATracker() if tracker is None else tracker
     tasks = [''] * len(groups) if tasks is None else list(tasks)
@@ -103,13 +103,13 @@ STD_FLOOR = 1e-4  # added to the spread before dividing by it
 
 
 def compute_advantages(
-    rewards: Tensor,                    # (B,) one per completion, the samples of a prompt next to each other
-    group_size: int,                    # G, completions per prompt, divides B
+    rewards: Tensor,                    # (N,) one per completion, the samples of a prompt next to each other
+    group_size: int,                    # G, completions per prompt, divides N
     baseline: str = 'group_mean',       # group_mean | ema | adaptive | leave_one_out
     scale_rewards: str = 'group',       # divide by the std (ddof 1) of the group | batch | none
     tracker: EMATracker | None = None,  # the memory of `ema`, updated here; None: no past
-    tasks: Sequence[str] | None = None,  # for `ema`: B / G task names, one per prompt; None: one task
-) -> Tensor:                            # (B,), no unit; exactly 0 in a group of equal rewards, NaN beside a NaN
+    tasks: Sequence[str] | None = None,  # for `ema`: N / G task names, one per prompt; None: one task
+) -> Tensor:                            # (N,), no unit; exactly 0 in a group of equal rewards, NaN beside a NaN
     "Subtract the baseline, divide by the spread; a group of equal rewards (so every group of one) gets exactly 0."
     check_option('baseline', baseline, BASELINES)
     check_option('scale_rewards', scale_rewards, REWARD_SCALES)
@@ -130,11 +130,11 @@ IMPORTANCE_LEVELS = ('token', 'sequence')
 
 
 def importance_ratio(
-    logprobs: Tensor,                 # (B, T) log pi of the sampled tokens, nats
-    old_logprobs: Tensor,             # (B, T) the same tokens under the policy that sampled them, nats, no grad
-    completion_mask: Tensor,          # (B, T) True up to and including the end token
+    logprobs: Tensor,                 # (N, T) log pi of the sampled tokens, nats
+    old_logprobs: Tensor,             # (N, T) the same tokens under the policy that sampled them, nats, no grad
+    completion_mask: Tensor,          # (N, T) True up to and including the end token
     importance_level: str = 'token',  # token | sequence (exp of the mean log-ratio)
-) -> Tensor:                          # (B, T) or (B, 1) pi / pi_old; 1 where masked, whatever stands there
+) -> Tensor:                          # (N, T) or (N, 1) pi / pi_old; 1 where masked, whatever stands there
     "Weigh each token, or each sequence, by how much more likely it has become since it was sampled."
     check_option('importance_level', importance_level, IMPORTANCE_LEVELS)
     mask = completion_mask.bool()
@@ -144,11 +144,11 @@ def importance_ratio(
 
 # %% ../nbs/08_grpo.ipynb #f96da95a
 def policy_term(
-    ratio: Tensor,           # (B, T) or (B, 1) pi / pi_old
-    advantages: Tensor,      # (B, T) or (B, 1)
+    ratio: Tensor,           # (N, T) or (N, 1) pi / pi_old
+    advantages: Tensor,      # (N, T) or (N, 1)
     clip_low: float = 0.2,   # the ratio of a bad token counts down to 1 - clip_low, >= 0
     clip_high: float = 0.2,  # the ratio of a good token counts up to 1 + clip_high, >= 0
-) -> Tensor:                 # (B, T) or (B, 1) loss of each token before averaging
+) -> Tensor:                 # (N, T) or (N, 1) loss of each token before averaging
     "PPO's clipped objective, negated: -min(w A, clip(w, 1 - clip_low, 1 + clip_high) A)."
     if not (clip_low >= 0 and clip_high >= 0):
         raise SettingError(f'clip_low={clip_low} and clip_high={clip_high} must be >= 0')
@@ -159,7 +159,7 @@ LOSS_TYPES = ('grpo', 'bnpo', 'dr_grpo', 'dapo')
 
 
 def count_items(
-    completion_mask: Tensor,  # (B, T) True up to and including the end token
+    completion_mask: Tensor,  # (N, T) True up to and including the end token
     loss_type: str = 'dapo',  # grpo | bnpo | dr_grpo | dapo
 ) -> Tensor:                  # () completions for grpo and dr_grpo, active tokens for bnpo and dapo
     "Count what the loss is divided by, `num_items`; sum it over micro-batches, and devices that add their gradients."
@@ -169,8 +169,8 @@ def count_items(
 
 
 def aggregate(
-    values: Tensor,                            # (B, T) or (B, 1) one per token, or per completion
-    completion_mask: Tensor,                   # (B, T) True up to and including the end token
+    values: Tensor,                            # (N, T) or (N, 1) one per token, or per completion
+    completion_mask: Tensor,                   # (N, T) True up to and including the end token
     loss_type: str = 'dapo',                   # grpo | bnpo | dr_grpo | dapo
     max_completion_length: int | None = None,  # tokens, only for dr_grpo, which cannot do without
     num_items: Tensor | float | None = None,   # `count_items` of the whole step; None: this batch is the whole step
@@ -188,12 +188,12 @@ def aggregate(
 
 # %% ../nbs/08_grpo.ipynb #db97e89f
 def loss_metrics(
-    ratio: Tensor,            # (B, T) or (B, 1) pi / pi_old
-    advantages: Tensor,       # (B, T) or (B, 1)
-    completion_mask: Tensor,  # (B, T) True up to and including the end token
+    ratio: Tensor,            # (N, T) or (N, 1) pi / pi_old
+    advantages: Tensor,       # (N, T) or (N, 1)
+    completion_mask: Tensor,  # (N, T) True up to and including the end token
     clip_low: float,          # as in the loss
     clip_high: float,         # as in the loss
-    **tokens: Tensor | None,  # (B, T) named quantities (kl, entropy) to average over the active tokens; None: left out
+    **tokens: Tensor | None,  # (N, T) named quantities (kl, entropy) to average over the active tokens; None: left out
 ) -> dict[str, Tensor]:       # metric name -> () value
     "Say where clipping acts, how far the policy moved, and the mean of each named quantity."
     mask = completion_mask.bool()
@@ -214,7 +214,7 @@ def loss_metrics(
 
 # %% ../nbs/08_grpo.ipynb #81a19ca4
 def _check_loss(kl_coef: float, advantages: Tensor, completion_mask: Tensor, **tensors: Tensor | None) -> Tensor:
-    "Refuse a weight below 0 and tensors that do not match (B, T); return the advantages as (B, T) or (B, 1)."
+    "Refuse a weight below 0 and tensors that do not match (N, T); return the advantages as (N, T) or (N, 1)."
     if not 0 <= kl_coef < math.inf: raise SettingError(f'kl_coef={kl_coef} must be finite and at least 0')
     check_shapes(**tensors, completion_mask=completion_mask)
     shape = completion_mask.shape
@@ -228,7 +228,7 @@ def _check_loss(kl_coef: float, advantages: Tensor, completion_mask: Tensor, **t
 
 
 def _kl_term(logprobs, ref_logprobs, token_kl, mask, estimator, ratio):
-    "Per-token KL (B, T), reweighted unless `ratio` is None; None where its input is missing."
+    "Per-token KL (N, T), reweighted unless `ratio` is None; None where its input is missing."
     check_option('kl_estimator', estimator, KL_ESTIMATORS)
     if estimator in SAMPLED_KL:
         if ref_logprobs is None: return None
@@ -246,11 +246,11 @@ def _needed(setting: str, values: Tensor | None, source: str, logprobs: Tensor) 
 
 # %% ../nbs/08_grpo.ipynb #a6592999
 def grpo_loss(
-    logprobs: Tensor,                # (B, T) log pi of the sampled tokens, nats, fp32, with grad
-    old_logprobs: Tensor,            # (B, T) the same tokens under the policy that sampled them, nats
-    ref_logprobs: Tensor | None,     # (B, T) the same tokens under the reference, nats; None if no sampled KL is wanted
-    advantages: Tensor,              # (B,) one per completion, or (B, T) one per token
-    completion_mask: Tensor,         # (B, T) True up to and including the end token
+    logprobs: Tensor,                # (N, T) log pi of the sampled tokens, nats, fp32, with grad
+    old_logprobs: Tensor,            # (N, T) the same tokens under the policy that sampled them, nats
+    ref_logprobs: Tensor | None,     # (N, T) the same tokens under the reference, nats; None if no sampled KL is wanted
+    advantages: Tensor,              # (N,) one per completion, or (N, T) one per token
+    completion_mask: Tensor,         # (N, T) True up to and including the end token
     clip_low: float = 0.2,           # PPO range below 1, >= 0
     clip_high: float = 0.2,          # PPO range above 1, >= 0
     kl_coef: float = 0.0,            # weight of the KL term, >= 0
@@ -260,8 +260,8 @@ def grpo_loss(
     importance_level: str = 'token',  # token | sequence
     max_completion_length: int | None = None,  # tokens, needed by dr_grpo alone
     num_items: Tensor | float | None = None,  # `count_items` of the whole step when this is one micro-batch of it
-    token_kl: Tensor | None = None,   # (B, T) `exact_kl`, with grad, for the estimators forward | reverse | symmetric
-    entropy: Tensor | None = None,    # (B, T) exact entropy of each next-token distribution, nats; grad for a bonus
+    token_kl: Tensor | None = None,   # (N, T) `exact_kl`, with grad, for the estimators forward | reverse | symmetric
+    entropy: Tensor | None = None,    # (N, T) exact entropy of each next-token distribution, nats; grad for a bonus
     entropy_coef: float = 0.0,        # weight of the entropy bonus
 ) -> tuple[Tensor, dict[str, float]]:  # () loss, and the metrics by name
     "Clipped policy loss plus the KL term minus an entropy bonus, averaged as `loss_type` says."
@@ -287,9 +287,9 @@ def grpo_loss(
 
 # %% ../nbs/08_grpo.ipynb #836ac437
 def place_rewards(
-    rewards: Tensor,          # (B,) one per completion
-    completion_mask: Tensor,  # (B, T) True up to and including the end token
-) -> Tensor:                  # (B, T) the reward at the last active token, 0 elsewhere
+    rewards: Tensor,          # (N,) one per completion
+    completion_mask: Tensor,  # (N, T) True up to and including the end token
+) -> Tensor:                  # (N, T) the reward at the last active token, 0 elsewhere
     "Turn rewards of completions into rewards of tokens."
     mask = completion_mask.bool()
     last = mask & (mask.cumsum(1) == mask.sum(1, keepdim=True))
@@ -297,12 +297,12 @@ def place_rewards(
 
 
 def gae(
-    token_rewards: Tensor,     # (B, T) reward received with each token
-    values: Tensor,            # (B, T) the critic's prediction at each token, before its reward
-    completion_mask: Tensor,   # (B, T) True up to and including the end token
+    token_rewards: Tensor,     # (N, T) reward received with each token
+    values: Tensor,            # (N, T) the critic's prediction at each token, before its reward
+    completion_mask: Tensor,   # (N, T) True up to and including the end token
     gamma: float = 0.99,       # discount per token, 0 to 1
     gae_lambda: float = 0.95,  # 0: trust the critic (one step), 1: trust the rewards (whole rest), 0 to 1
-) -> tuple[Tensor, Tensor]:    # (B, T) advantages, (B, T) targets of the critic; both without grad, 0 where masked
+) -> tuple[Tensor, Tensor]:    # (N, T) advantages, (N, T) targets of the critic; both without grad, 0 where masked
     "Generalised advantage estimation along the tokens of each completion, never across completions."
     for name, value in (('gamma', gamma), ('gae_lambda', gae_lambda)):
         if not 0 <= value <= 1: raise SettingError(f'{name}={value} must be between 0 and 1')
@@ -318,9 +318,9 @@ def gae(
 
 # %% ../nbs/08_grpo.ipynb #5da731e1
 def value_loss(
-    values: Tensor,                           # (B, T) the critic's predictions, with grad
-    returns: Tensor,                          # (B, T) targets from `gae`, no grad
-    completion_mask: Tensor,                  # (B, T) True up to and including the end token
+    values: Tensor,                           # (N, T) the critic's predictions, with grad
+    returns: Tensor,                          # (N, T) targets from `gae`, no grad
+    completion_mask: Tensor,                  # (N, T) True up to and including the end token
     num_items: Tensor | float | None = None,  # active tokens of the whole step when this is one micro-batch of it
 ) -> Tensor:                                  # () half the mean squared error over the active tokens
     "Teach the critic: mean of (V - return)^2 / 2."

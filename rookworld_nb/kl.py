@@ -58,10 +58,10 @@ KL_ESTIMATORS = SAMPLED_KL + EXACT_KL
 
 
 def per_token_kl(
-    logprobs: Tensor,        # (B, T) log pi of the sampled tokens, nats
-    ref_logprobs: Tensor,    # (B, T) the same tokens under the reference, nats, no grad
+    logprobs: Tensor,        # (N, T) log pi of the sampled tokens, nats
+    ref_logprobs: Tensor,    # (N, T) the same tokens under the reference, nats, no grad
     estimator: str = 'kl3',  # kl1 | kl2 | kl3
-) -> Tensor:                 # (B, T) nats; kl2 and kl3 are never negative
+) -> Tensor:                 # (N, T) nats; kl2 and kl3 are never negative
     "Estimate the KL to the reference at each token: d, d^2/2 or e^-d - 1 + d with d = logprobs - ref_logprobs."
     check_option('kl_estimator', estimator, SAMPLED_KL)
     check_shapes(logprobs=logprobs, ref_logprobs=ref_logprobs)
@@ -78,10 +78,10 @@ def _divergence(first: Tensor, second: Tensor) -> Tensor:
 
 
 def exact_kl(
-    logits: Tensor,      # (B, T, V) the policy's, divided by the sampling temperature
-    ref_logits: Tensor,  # (B, T, V) the reference's, divided by the same temperature, no grad
+    logits: Tensor,      # (N, T, V) the policy's, divided by the sampling temperature
+    ref_logits: Tensor,  # (N, T, V) the reference's, divided by the same temperature, no grad
     direction: str = 'forward',  # forward KL(pi||ref) | reverse KL(ref||pi) | symmetric, their mean
-) -> Tensor:  # (B, T) nats, fp32 (fp64 if the logits are)
+) -> Tensor:  # (N, T) nats, fp32 (fp64 if the logits are)
     "Compute the KL divergence between two next-token distributions by summing over the vocabulary."
     check_option('direction', direction, EXACT_KL)
     check_shapes(logits=logits, ref_logits=ref_logits)
@@ -93,10 +93,10 @@ def exact_kl(
 
 # %% ../nbs/07_kl.ipynb #a25edc15
 def reweight_kl(
-    kl: Tensor,      # (B, T) per-token KL, nats
-    ratio: Tensor,   # (B, T) or (B, 1) pi / pi_old of the policy term, with its graph
+    kl: Tensor,      # (N, T) per-token KL, nats
+    ratio: Tensor,   # (N, T) or (N, 1) pi / pi_old of the policy term, with its graph
     estimator: str,  # the one that made `kl`: kl1 | kl2 | kl3 | forward | reverse | symmetric
-) -> Tensor:         # (B, T) nats; if ratio is (B, T), its mean gradient over pi_old is that of KL(pi || ref)
+) -> Tensor:         # (N, T) nats; if ratio is (N, T), its mean gradient over pi_old is that of KL(pi || ref)
     "Multiply a sampled estimate by the importance ratio; that of each token makes the gradient that of KL(pi || ref)."
     check_option('kl_estimator', estimator, KL_ESTIMATORS)
     if estimator in EXACT_KL: return kl

@@ -8,11 +8,11 @@ __all__ = ['NUMERIC', 'LOWER_IS_BETTER', 'SIGNIFICANT', 'KEYS', 'NUMBERS', 'TASK
            'read_run', 'ending', 'Html', 'element', 'table_of', 'number', 'rank', 'temperature_name', 'comparison',
            'is_shown', 'plot_differences', 'plot_bands', 'plot_task', 'plot_looks', 'bin_edges', 'draw_histograms',
            'plot_distributions', 'Finding', 'findings', 'ranges', 'plot_lights', 'pick_samples', 'sample_card',
-           'samples_of', 'identity_tolerance', 'first_update', 'changed_settings', 'default_words', 'as_word',
-           'command_line', 'png_of', 'draw', 'figure_of', 'section', 'clock_text', 'dot', 'events_section', 'facts',
-           'heading', 'change_row', 'changes_section', 'course_section', 'lights_section', 'start_section',
-           'samples_section', 'settings_section', 'page', 'report', 'MissingExtraError', 'optional_module', 'measured',
-           'MetricWriter', 'TensorBoardWriter', 'WandbWriter']
+           'samples_of', 'identity_tolerance', 'first_update', 'changed_settings', 'as_word', 'command_line', 'png_of',
+           'draw', 'figure_of', 'section', 'clock_text', 'dot', 'events_section', 'facts', 'heading', 'change_row',
+           'changes_section', 'course_section', 'lights_section', 'start_section', 'samples_section', 'default_words',
+           'settings_section', 'page', 'report', 'MissingExtraError', 'optional_module', 'measured', 'MetricWriter',
+           'TensorBoardWriter', 'WandbWriter']
 
 # %% ../nbs/23_report.ipynb #1172b65e
 import base64
@@ -553,15 +553,6 @@ def changed_settings(
     return {name: value for name, value in config.items() if name not in DEFAULTS or value != DEFAULTS[name]}
 
 
-def default_words(
-    name: str,  # of a setting
-) -> str:  # '-' for one that this version does not know
-    "What a setting has where nothing is said; some are left to the size of the model."
-    small, large = BY_SIZE.values()
-    if name in small: return f'{as_word(small[name])} for a small model, {as_word(large[name])} for a large one'
-    return as_word(DEFAULTS[name]) if name in DEFAULTS else '-'
-
-
 def as_word(
     value: Any,  # of a setting, as JSON has it
 ) -> str:  # as the command line has it
@@ -810,13 +801,23 @@ def samples_section(
     return section('What the model wrote', element('p', note), *parts) if parts else None
 
 
+def default_words(
+    name: str,  # of a setting
+) -> str:  # '-' for one that this version does not know
+    "What a setting has where nothing is said; some are left to the size of the model."
+    small, large = BY_SIZE.values()
+    if name in small: return f'{as_word(small[name])} for a small model, {as_word(large[name])} for a large one'
+    return as_word(DEFAULTS[name]) if name in DEFAULTS else '-'
+
+
 def settings_section(
     run: RunData,  # any
 ) -> Html | None:  # None without config.json
     "Settings and the command line."
     if not run.config:
         return None
-    changed = [[element('b', name), as_word(value), default_words(name)] for name, value in changed_settings(run.config).items()]
+    changed = [[element('b', name), as_word(value), default_words(name)]
+               for name, value in changed_settings(run.config).items()]
     whole = [[name, as_word(value)] for name, value in run.config.items()]
     differing = table_of(['setting', 'value', 'default'], changed) if changed else element('p', 'All are the defaults.')
     note = ('It writes a folder of its own; '

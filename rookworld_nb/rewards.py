@@ -8,8 +8,9 @@ __all__ = ['Shaping', 'ADDITIVE', 'Scaling', 'RANGES', 'POSITIVE', 'PARTS', 'SET
            'policy_format', 'candidate_gains', 'candidates_score', 'eval_gains', 'evals_score', 'best_score',
            'env_scores', 'Judged', 'read_policy', 'read_env', 'judge_policy', 'judge_env', 'judge', 'ladder_rung',
            'shape_reward', 'MissingTarget', 'BadTarget', 'Analyser', 'stored_truth', 'rules_truth', 'engine_truth',
-           'find_truth', 'RunningNorm', 'final_rewards', 'blend_shares', 'component_row', 'component_table',
-           'EngineSilent', 'engine_questions', 'Scores', 'PatientEngine', 'find_truths', 'judge_rows', 'RewardScorer']
+           'find_truth', 'RunningNorm', 'running_norms', 'blend_shares', 'component_row', 'component_table',
+           'EngineSilent', 'engine_questions', 'Scores', 'PatientEngine', 'find_truths', 'judge_rows', 'usual_reward',
+           'final_rewards', 'RewardScorer']
 
 # %% ../nbs/05_rewards.ipynb #b4f48dd3
 import logging
@@ -244,7 +245,7 @@ class Judged(NamedTuple):
     rungs: tuple[bool, ...]   # the three structural rungs of the ladder, lowest first
     truth: PolicyTruth | EnvStep | None = None  # what it was compared with
 
-# %% ../nbs/05_rewards.ipynb #304e0a0f
+
 @lru_cache(maxsize=1024)
 def read_policy(
     text: str,      # a P: completion, whatever it says
@@ -419,8 +420,8 @@ class RunningNorm:
 
     def __call__(
         self,
-        rewards: Tensor,  # (B,) one task's rewards of a batch
-    ) -> Tensor:          # (B,) shifted and scaled
+        rewards: Tensor,  # (N,) one task's rewards of a batch
+    ) -> Tensor:          # (N,) shifted and scaled
         """Update the averages once with this batch, then normalise it."""
         mean, std = float(rewards.mean()), float(rewards.std(correction=0))
         keep = 0. if self.mean is None else self.momentum
@@ -429,17 +430,11 @@ class RunningNorm:
         return (rewards - self.mean)/max(self.std, self.floor)
 
 
-def final_rewards(
-    components: pd.DataFrame,       # table of components, B rows
-    norms: dict[str, RunningNorm],  # running averages by task; empty leaves the rewards as they are
-) -> Tensor:                        # (B,) float32
-    """The reward column as a tensor, each task normalised by its own averages where asked."""
-    rewards = torch.tensor(components['reward'].to_numpy('float32'))
-    for task, norm in norms.items():
-        rows = torch.tensor(((components['task'] == task) & components['raw'].notna()).to_numpy('bool'))
-        if rows.any():
-            rewards[rows] = norm(rewards[rows])
-    return rewards
+def running_norms(
+    cfg: RewardConfig,  # normalize_momentum, normalize_floor
+) -> dict[str, RunningNorm]:  # by task, without a past
+    """The averages that a scorer begins with."""
+    return {task: RunningNorm(cfg.normalize_momentum, cfg.normalize_floor) for task in PARTS}
 
 # %% ../nbs/05_rewards.ipynb #482f0ca0
 def blend_shares(
@@ -470,10 +465,10 @@ def component_row(
 
 
 def component_table(
-    judged: Sequence[Judged | None],  # B judged completions; None: nobody could say what is right
+    judged: Sequence[Judged | None],  # N judged completions; None: nobody could say what is right
     cfg: RewardConfig,        # weights, scalings, shaping
     step: int,                # scorer calls so far, for the warm-up
-) -> pd.DataFrame:            # B rows, COLUMNS; NaN where a score belongs to the other task, or to nobody
+) -> pd.DataFrame:            # N rows, COLUMNS; NaN where a score belongs to the other task, or to nobody
     """The table of all parts, one row a completion."""
     terms = {}
     for task, shares in blend_shares(cfg, step).items():
@@ -492,8 +487,8 @@ class EngineSilent(EngineError):
 
 
 def engine_questions(
-    prompts: Sequence[str],         # B prompts
-    targets: Sequence[str | None],  # B perfect completions, None where there is none
+    prompts: Sequence[str],         # N prompts
+    targets: Sequence[str | None],  # N perfect completions, None where there is none
 ) -> list[str]:                     # FENs, each once
     """The positions that only an engine can judge: those of P: prompts without a target."""
     return list(dict.fromkeys(read_prompt(prompt).fen for prompt, target in zip(prompts, targets)
@@ -503,9 +498,9 @@ def engine_questions(
 @dataclass(frozen=True)
 class Scores:
     """Rewards for the optimiser, and the table that says where they come from."""
-    rewards: Tensor           # (B,) float32, normalised if the configuration says so
-    components: pd.DataFrame  # B rows: task, scaled scores (NaN for the other task's), raw, reward before normalisation
-    judged: Sequence[Judged | None] = ()  # B comparisons that they come from; None: nobody could say what is right
+    rewards: Tensor           # (N,) float32, normalised if the configuration says so
+    components: pd.DataFrame  # N rows: task, scaled scores (NaN for the other task's), raw, reward before normalisation
+    judged: Sequence[Judged | None] = ()  # N comparisons that they come from; None: nobody could say what is right
 
 # %% ../nbs/05_rewards.ipynb #bf9bf73a
 class PatientEngine:
@@ -549,9 +544,9 @@ class PatientEngine:
 
 # %% ../nbs/05_rewards.ipynb #74e23d07
 def find_truths(
-    prompts: Sequence[str],                # B prompts
-    completions: Sequence[str],            # B texts, only counted
-    targets: Sequence[str | None] | None,  # B perfect completions, None where there is none
+    prompts: Sequence[str],                # N prompts
+    completions: Sequence[str],            # N texts, only counted
+    targets: Sequence[str | None] | None,  # N perfect completions, None where there is none
     engine: Analyser | None,               # asked for P: prompts without a target
 ) -> list[PolicyTruth | EnvStep | None]:   # one per completion; None where the engine failed on that prompt alone
     """Find what is right for every completion, each prompt once, before anything is scored."""
@@ -574,13 +569,38 @@ def find_truths(
 def judge_rows(
     engine: Analyser | None,               # asked for P: prompts without a target
     cfg: RewardConfig,                     # costs, credits, tolerance
-    prompts: Sequence[str],                # B prompts
-    completions: Sequence[str],            # B texts, whatever they say
-    targets: Sequence[str | None] | None,  # B perfect completions, None where there is none
+    prompts: Sequence[str],                # N prompts
+    completions: Sequence[str],            # N texts, whatever they say
+    targets: Sequence[str | None] | None,  # N perfect completions, None where there is none
 ) -> list[Judged | None]:                  # one per completion; None: nobody could say what is right
     """Find every truth and judge every completion; no row depends on another."""
     truths = find_truths(prompts, completions, targets, engine)
     return [None if truth is None else judge(text, truth, cfg) for text, truth in zip(completions, truths)]
+
+# %% ../nbs/05_rewards.ipynb #6a108501
+def usual_reward(
+    prompts: Sequence[str],      # N
+    completions: Sequence[str],  # N
+    components: pd.DataFrame,    # N rows, as in `Scores`
+) -> Sequence[float]:            # N rewards, each finite; the lights of a run expect at most 1
+    """What every completion earns by the settings; a function of your own may pay otherwise."""
+    return components['reward']
+
+
+def final_rewards(
+    components: pd.DataFrame,       # table of components, N rows
+    norms: dict[str, RunningNorm],  # running averages by task; empty leaves the rewards as they are
+) -> Tensor:                        # (N,) float32
+    """The reward column as a tensor, each task normalised by its own averages where asked."""
+    if len(lost := components[~components['reward'].abs().lt(math.inf)]):
+        raise ValueError(f'the reward of {len(lost)} of {len(components)} answers is not finite, the first is '
+                         f'{lost["reward"].iloc[0]} for an answer to {lost["task"].iloc[0]}:')
+    rewards = torch.tensor(components['reward'].to_numpy('float32'))
+    for task, norm in norms.items():
+        rows = torch.tensor(((components['task'] == task) & components['raw'].notna()).to_numpy('bool'))
+        if rows.any():
+            rewards[rows] = norm(rewards[rows])
+    return rewards
 
 # %% ../nbs/05_rewards.ipynb #6a108510
 class RewardScorer:
@@ -590,10 +610,10 @@ class RewardScorer:
         cfg: RewardConfig | None = None,  # weights, shaping and the rest; None is the default
         engine: Analyser | None = None,   # answers for P: prompts that bring no target
         spread: Callable[..., list] = lambda judge, *columns: judge(*columns),  # who judges which rows
+        pay: Callable[..., Sequence[float]] = usual_reward,  # prompts, completions, components -> rewards
     ) -> None:
-        self.cfg, self.step, self.spread = cfg or RewardConfig(), 0, spread
-        self.engine, self.patient = engine, engine and PatientEngine(engine)
-        self.norms = {task: RunningNorm(self.cfg.normalize_momentum, self.cfg.normalize_floor) for task in PARTS}
+        self.cfg, self.engine, self.spread, self.pay, self.step = cfg or RewardConfig(), engine, spread, pay, 0
+        self.patient, self.norms = engine and PatientEngine(engine), running_norms(self.cfg)
 
     def __call__(
         self,
@@ -604,11 +624,12 @@ class RewardScorer:
         """Find every truth, score every completion, count the call."""
         judged = self.spread(partial(judge_rows, self.patient, self.cfg), prompts, completions, targets)
         components, self.step = component_table(judged, self.cfg, self.step), self.step + 1
+        components['reward'] = self.pay(prompts, completions, components)
         return Scores(final_rewards(components, self.norms if self.cfg.normalize else {}), components, judged)
 
     def for_evaluation(self) -> 'RewardScorer':
         """The same scorer without curriculum and normalisation: one yardstick for before and after."""
-        return RewardScorer(replace(self.cfg, reward_warmup_steps=0, normalize=False), self.engine)
+        return RewardScorer(replace(self.cfg, reward_warmup_steps=0, normalize=False), self.engine, pay=self.pay)
 
     def state_dict(self) -> dict[str, Any]:
         """The call counter and the running averages, as plain numbers."""
@@ -620,5 +641,4 @@ class RewardScorer:
     ) -> None:
         """Continue where another scorer stopped."""
         self.step = state['step']
-        for task, moments in state['norms'].items():
-            self.norms[task].mean, self.norms[task].std = moments
+        for task, norm in self.norms.items(): norm.mean, norm.std = state['norms'][task]

@@ -4,12 +4,13 @@
 
 # %% auto #0
 __all__ = ['logger', 'SIGHT', 'ENDINGS', 'SHOWN', 'apart_from_evaluation', 'training_samples', 'heldout_samples', 'run_folder',
-           'both_devices', 'open_engine', 'announced', 'collector_of', 'Setup', 'updates_per_batch', 'planned_work',
-           'trial_run', 'memory_components', 'profile_batches', 'choose_batch', 'examine', 'glance', 'run_summary',
-           'finish', 'origin_of', 'run_state', 'save_run', 'restore_run', 'resumed_config', 'asked_for', 'NoWriter',
-           'interrupted_afterwards', 'terminated_as_interrupted', 'make_folder', 'alone_in', 'check_settled',
-           'alone_and_current', 'writer_of', 'starting_config', 'Run', 'next_row', 'write_events', 'is_event',
-           'read_events', 'levers', 'steer', 'closing_table', 'first_update_line', 'train']
+           'both_devices', 'warn_weightless', 'paying_whole', 'open_engine', 'announced', 'collector_of', 'Setup',
+           'updates_per_batch', 'prompts_to_draw', 'planned_work', 'trial_run', 'memory_components', 'profile_batches',
+           'choose_batch', 'examine', 'glance', 'run_summary', 'finish', 'origin_of', 'run_state', 'save_run',
+           'restore_run', 'resumed_config', 'asked_for', 'NoWriter', 'interrupted_afterwards',
+           'terminated_as_interrupted', 'make_folder', 'alone_in', 'check_settled', 'alone_and_current', 'writer_of',
+           'starting_config', 'Run', 'next_row', 'write_events', 'is_event', 'read_events', 'levers', 'steer',
+           'closing_table', 'first_update_line', 'train']
 
 # %% ../nbs/22_run.ipynb #b15f4c93
 import copy
@@ -46,7 +47,7 @@ from .monitor import RunFolder, RunWriter, read_metrics, save_reward_curve, writ
 from .positions import (
     DataError, PromptMix, Sample, apart_from, by_task, is_rare, locked, read_lines,
     shipped, shipped_positions, spread, warn_malformed)
-from .rewards import PatientEngine, RewardScorer, engine_questions
+from .rewards import PatientEngine, RewardScorer, engine_questions, usual_reward
 from .rules import LABEL_NODES, Stockfish
 from .trainer import Trainer, restore_trainer, trainer_state
 from .weights import load_pretrained
@@ -132,6 +133,27 @@ def both_devices(
         return policy, policy
     return policy, torch_device(config.reference_device, ranks, '--reference-device')
 
+# %% ../nbs/22_run.ipynb #b1761b80
+def warn_weightless(
+    config: TrainConfig,  # complete
+) -> None:
+    "Say so where weights of the reward are set that only show."
+    values = asdict(config).items()
+    moved = [name for name, value in values if name.endswith('_weight') and value != getattr(TrainConfig, name)]
+    if config.credit == 'part' and moved:
+        logger.warning('--%s: shown in the reward, but where answers are paid by part it hardly acts on what is '
+                       'learned; say --credit answer', ', --'.join(moved).replace('_', '-'))
+
+
+def paying_whole(
+    config: TrainConfig,  # credit
+    pay: Callable,        # a reward of its own, which has no parts
+) -> TrainConfig:         # the same, with credit for whole answers
+    "What a run with a reward of its own is paid for."
+    if config.credit == 'part':
+        raise RunError(f'--credit part: {pay.__qualname__} pays whole answers; say --credit answer')
+    return replace(config, credit='answer')
+
 # %% ../nbs/22_run.ipynb #6f5a0e3f
 def open_engine(
     config: TrainConfig,  # stockfish_path
@@ -166,6 +188,7 @@ def collector_of(
     config, patient = run.config, run.scorer.patient
     price = (lambda: run.trainer.kl.coefficient(run.trainer.step + 1)) if config.kl_in_reward else None
     prompts = announced(run.prompts, config.group_size, patient, run.ranks) if patient else run.prompts
+    warn_weightless(config)
     credit = PartCredit(config.rewards, run.tokenizer) if config.credit == 'part' else None
     return Collector(run.model, run.reference, run.tokenizer, prompts, run.scorer, config.collector, price, run.ranks,
                      credit)
@@ -177,12 +200,13 @@ class Setup:
         self,
         config: TrainConfig = TrainConfig(),  # what to do
         ranks: Ranks = ALONE,                 # the processes that do it together
+        pay: Callable[..., Sequence[float]] = usual_reward,  # prompts, answers, their scores -> a reward of your own
     ) -> None:
+        if pay is not usual_reward: config = paying_whole(config, pay)
         set_allocator(config.cuda_allocator)    # before CUDA starts
         device, elsewhere = both_devices(config, ranks)
-        self.ranks, self.folder = ranks, ranks.gather(run_folder(config))[0]
-        self.heldout = heldout_samples(config)
-        self.samples = training_samples(config)
+        self.ranks, self.folder, self.pay = ranks, ranks.gather(run_folder(config))[0], pay
+        self.heldout, self.samples = heldout_samples(config), training_samples(config)
         with ExitStack() as undo:    # an engine does not outlive what fails after it
             self.engine = open_engine(config, undo)
             self.model, self.tokenizer = load_pretrained(config.model, device)
@@ -197,10 +221,9 @@ class Setup:
         config: TrainConfig,  # complete
     ) -> None:
         "Put the parts around models and samples."
-        self.config = config
+        self.config, self.scorer = config, RewardScorer(config.rewards, self.engine, self.ranks.spread, self.pay)
         self.prompts = PromptMix(self.samples, config.batch_positions, config.mix_env_ratio, config.seed,
                                  config.rare_env_ratio)
-        self.scorer = RewardScorer(config.rewards, self.engine, self.ranks.spread)
         self.trainer = Trainer(self.model, config.trainer, self.reference, self.ranks)
         self.collector = collector_of(self)
         self.buffer = RolloutBuffer(self.collector, config.buffer)
@@ -221,6 +244,15 @@ def updates_per_batch(
     return min(updates, config.max_age or updates)
 
 
+def prompts_to_draw(
+    run: 'Setup',  # what is about to start
+) -> str:
+    "How many prompts of each task there are; none of one that has no share in the mix."
+    shares = {'P': 1 - run.config.mix_env_ratio, 'A': run.config.mix_env_ratio}
+    pools = by_task(run.samples).items()
+    return ' and '.join(f'{len(pool)} {task}:' for task, pool in pools if shares[task]) + ' prompts'
+
+
 def planned_work(
     run: 'Setup',  # what is about to start
 ) -> str:  # one line
@@ -228,11 +260,11 @@ def planned_work(
     config, prompts, updates = run.config, run.prompts.batch_positions, updates_per_batch(run)
     batches, device = math.ceil(config.steps/updates), next(run.model.parameters()).device
     completions = batches*prompts*config.group_size
-    whole = whole_answers(config)
+    whole = whole_answers(config) + [f'pay={run.pay.__qualname__}']*(run.pay is not usual_reward)
     least = 'at least ' if config.buffer_capacity > 1 or config.drop_tied else ''    # more as the buffer finds it
     return (f'{config.model} on {device}: {config.steps} updates, {updates} on each of {least}{batches} '
             f'batches of {prompts} prompts x {config.group_size} completions = {least}{completions} completions '
-            f'of up to {config.max_new_tokens} tokens; {len(run.samples)} prompts to draw from, '
+            f'of up to {config.max_new_tokens} tokens; {prompts_to_draw(run)} to draw from, '
             f'{len(run.heldout)} held-out positions'
             + (f'; whole answers are paid, because of {", ".join(whole)}' if whole else '')
             + (f'; {run.trainer.step} are done in {run.folder}' if config.resume else '')
@@ -349,10 +381,11 @@ def finish(
 # %% ../nbs/22_run.ipynb #3fc4ad41
 def origin_of(
     run: Setup,  # its models and samples
-) -> dict[str, str]:  # fingerprints of the reference's weights and of the prompts
+) -> dict[str, str]:  # fingerprints of the reference's weights and of the prompts; the name of what pays
     "What a run starts with."
     texts = (text for sample in run.samples for text in (sample.prompt, sample.completion))
-    return {'reference': fingerprint(model_bytes(run.reference)), 'data': fingerprint(texts)}
+    return {'reference': fingerprint(model_bytes(run.reference)), 'data': fingerprint(texts),
+            'paid_by': run.pay.__qualname__}
 
 
 def run_state(
@@ -395,6 +428,8 @@ def restore_run(
     for name, what in (('reference', f'--model {run.config.model}'), ('data', f'--data {run.config.data}')):
         if state[name] != run.origin[name]:
             raise RunError(f'{what}: not what the run in {run.folder} started with')
+    if (before := state.get('paid_by', usual_reward.__qualname__)) != run.origin['paid_by']:
+        raise RunError(f'pay={run.origin["paid_by"]}: the run in {run.folder} is paid by {before}; give that')
     run.model.load_state_dict(load_pretrained(str(path))[0].state_dict())
     restore_trainer(run.trainer, state['trainer'])
     restore_collector(run.collector, state['collector'])
@@ -586,11 +621,11 @@ class Run(Setup):
         self,
         config: TrainConfig = TrainConfig(),  # what to do
         ranks: Ranks = ALONE,                 # the processes that do it together
+        pay: Callable[..., Sequence[float]] = usual_reward,  # as for `Setup`
     ) -> None:
-        super().__init__(starting_config(config, ranks), ranks)
+        super().__init__(starting_config(config, ranks), ranks, pay)
         self.started, self.console = time.perf_counter(), ''    # the latest step's line for the console
-        self.events: list[dict[str, Any]] = []    # what was done by hand, in order
-        self.profiles, self.settled = None, True    # of memory, if searched; whether this is between two steps
+        self.profiles, self.settled, self.events = None, True, []    # of memory; between steps; done by hand
         self.saved, self.holds = 0, False    # step of the newest checkpoint to resume; other runs are kept out already
         self.sums: dict[str, bytes] = {}    # of the checkpoints, as this run knows them
         with ExitStack() as undo:
@@ -742,14 +777,14 @@ def train(
     config: TrainConfig = TrainConfig(),  # what to do
     writers: Sequence[Callable] = (),     # (run folder, configuration) -> what takes each row: `log`, `close`
     ranks: Ranks = ALONE,                 # the processes that do it together; the first of them writes and speaks
+    pay: Callable[..., Sequence[float]] = usual_reward,  # prompts, answers, their scores -> a reward of your own
 ) -> pd.DataFrame:  # the before/after table
     "The main job, with its progress on the console: plan, evaluation, training, evaluation, table."
-    run, say = Run(config, ranks), tqdm.write if ranks.first else lambda line: None
+    run, say = Run(config, ranks, pay), tqdm.write if ranks.first else lambda line: None
     with ExitStack() as stack:
         stack.callback(run.close)
         others = [stack.enter_context(closing(make(run.folder, asdict(run.config)))) for make in writers if ranks.first]
-        say(planned_work(run))
-        say(f'Hardware: {run.hardware}')
+        say(f'{planned_work(run)}\nHardware: {run.hardware}')
         if ranks.first:    # a place that cannot be written to, or where another run goes on, costs no examination
             stack.enter_context(alone_and_current(run))
             run.holds = True

@@ -844,3 +844,59 @@ def test_a_config_that_somebody_spoilt_is_named(tmp_path):
 
 def test_what_is_no_setting_is_named(whole):
     with pytest.raises(RunError, match='foo: no such setting'): resumed_config(output_dir=str(whole), foo=3)
+
+
+# ---- a reward of one's own
+
+def best_move(prompts, completions, components):
+    return components['best'].fillna(components['reward'])
+
+
+def test_a_reward_of_ones_own_is_learned_from_shown_and_examined_with(tmp_path):
+    config = replace(SHORT, steps=2, eval_policy=4, eval_env=0)
+    own = train(replace(config, output_dir=str(tmp_path/'own')), pay=best_move)
+    train(replace(config, credit='answer', output_dir=str(tmp_path/'usual')))
+    shown = pd.read_csv(tmp_path/'own'/'completions'/'step-000001.csv')
+    policy = shown[shown['task'] == 'P']
+    assert len(policy) and (policy['reward'] == policy['best']).all() and shown['reward'].notna().all()
+    groups = policy.groupby('prompt')
+    assert np.allclose(groups['advantage'].sum(), 0, atol=1e-4) and (groups['advantage'].idxmax() == groups['reward'].idxmax()).all()
+    first, other = (rows_of(tmp_path/name)[0] for name in ('own', 'usual'))
+    assert first['reward'] == pytest.approx(shown['reward'].mean()) and first['reward'] != pytest.approx(other['reward'])
+    assert load_pretrained(str(tmp_path/'own'/'final_checkpoint'))[0].wte.weight.ne(load_pretrained(str(tmp_path/'usual'/'final_checkpoint'))[0].wte.weight).any()
+    greedy = own.loc[('P', 0., 'reward'), 'before']
+    run = Run(replace(config, output_dir=str(tmp_path/'third')), pay=best_move)
+    assert greedy == pytest.approx(examine(run).query('temperature == 0')['reward'].mean())
+    assert greedy != pytest.approx(examine(Run(replace(config, output_dir=str(tmp_path/'fourth')))).query('temperature == 0')['reward'].mean())
+    assert 'whole answers are paid, because of pay=best_move' in planned_work(run) and run.config.credit == 'answer'
+
+
+def test_a_run_with_a_reward_of_its_own_goes_on_with_nothing_else(tmp_path):
+    folder = tmp_path/'run'
+    list(Run(replace(TINY, steps=2, output_dir=str(folder)), pay=best_move).steps())
+    with pytest.raises(RunError, match='pay=usual_reward: the run in .* is paid by best_move'): Run(resumed_config(output_dir=str(folder), steps=3))
+    list(Run(resumed_config(output_dir=str(folder), steps=3), pay=best_move).steps())
+    assert [row['step'] for row in rows_of(folder)] == [1, 2, 3]
+    with pytest.raises(RunError, match='--credit part: best_move pays whole answers'): Run(replace(SHORT, credit='part', output_dir=str(tmp_path/'x')), pay=best_move)
+
+
+def test_a_reward_that_is_no_number_is_refused_before_anything_is_learned(tmp_path):
+    run = Run(replace(TINY, mix_env_ratio=.5, output_dir=str(tmp_path/'run')), pay=lambda prompts, texts, components: components['best'])
+    with pytest.raises(ValueError, match='of .* answers is not finite, the first is nan for an answer to A:'): next(run.steps())
+    assert run.trainer.step == 0
+
+
+def test_weights_that_only_show_are_named(tmp_path, caplog):
+    Run(replace(SHORT, best_weight=40., fen_weight=30., output_dir=str(tmp_path/'run')))
+    assert '--best-weight, --fen-weight: shown in the reward' in caplog.text
+    caplog.clear()
+    Run(replace(SHORT, best_weight=40., credit='answer', output_dir=str(tmp_path/'run')))
+    assert 'shown in the reward' not in caplog.text
+
+
+def test_the_plan_counts_the_prompts_that_can_be_drawn(tmp_path):
+    run = Run(replace(TINY, output_dir=str(tmp_path/'run')))
+    counts = {task: len(pool) for task, pool in by_task(run.samples).items()}
+    assert f'{counts["P"]} P: and {counts["A"]} A: prompts to draw from' in planned_work(run)
+    alone = Run(replace(TINY, mix_env_ratio=0, output_dir=str(tmp_path/'run')))
+    assert f'; {counts["P"]} P: prompts to draw from' in planned_work(alone)
