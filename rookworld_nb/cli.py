@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['logger', 'REQUIRED', 'READERS', 'SUITES', 'WEAKEST', 'Suites', 'ANSWERED', 'USED_BY', 'HEADINGS', 'COMMANDS',
-           'UsageError', 'stdin_lines', 'batches', 'comments_in', 'Flag', 'flags_of', 'parse_value', 'as_text',
-           'Parser', 'placeholder', 'parser_of', 'no_such', 'settings_in', 'read_settings', 'input_lines',
+           'UsageError', 'stdin_lines', 'batches', 'check_output', 'comments_in', 'Flag', 'flags_of', 'parse_value',
+           'as_text', 'Parser', 'placeholder', 'parser_of', 'no_such', 'settings_in', 'read_settings', 'input_lines',
            'at_least_one', 'emit', 'without_nan', 'positions', 'uci', 'generate', 'read_rows', 'read_row', 'check_row',
-           'score', 'positions_in', 'label', 'evaluation_samples', 'say_absent', 'check_passes', 'measure',
+           'score', 'answered', 'positions_in', 'label', 'evaluation_samples', 'say_absent', 'check_passes', 'measure',
            'suite_puzzles', 'suite_openings', 'check_used', 'play_suites', 'evaluate_model', 'metric_tables',
            'report_evaluation', 'as_columns', 'train', 'pretrain', 'report', 'ablate', 'search', 'push', 'batch_size',
            'Command', 'run_command', 'overview', 'is_input_error', 'drop_output', 'console_logging', 'main']
@@ -33,7 +33,7 @@ import tomllib
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from importlib.resources import files as files_of
 from pathlib import Path
@@ -64,6 +64,14 @@ def batches(
     "Cut a sequence into batches."
     for start in range(0, len(items), size):
         yield list(items[start:start + size])
+
+
+def check_output(
+    path: Path,  # to add lines to; there already, or not
+) -> None:
+    "Refuse what lines cannot be added to."
+    if path.suffix == '.gz' or path.exists() and not path.is_file():
+        raise UsageError(f'--output {path}: lines of plain text are added to a file, not to this')
 
 # %% ../nbs/26_cli.ipynb #1913ef0e
 def comments_in(
@@ -395,11 +403,11 @@ def read_rows(
     if not paths and sys.stdin.isatty():
         raise UsageError('no rows to score: name files of JSON lines, or give the lines on standard input')
     from rookworld_nb.positions import text_file
-    with ExitStack() as stack:
-        files = [(path, stack.enter_context(text_file(Path(path)))) for path in paths]
-        files = files or [('standard input', stdin_lines())]
-        places = ((f'{name}, line {number}', line) for name, lines in files for number, line in enumerate(lines, 1))
-        rows = [(place, read_row(line, place)) for place, line in places if line.strip()]
+    rows = []
+    for path in paths or ('standard input',):
+        with text_file(Path(path)) if paths else nullcontext(stdin_lines()) as lines:
+            places = ((f'{path}, line {number}', line) for number, line in enumerate(lines, 1))
+            rows += [(place, read_row(line, place)) for place, line in places if line.strip()]
     if not rows:
         raise UsageError('no rows to score: the input is empty')
     return rows
@@ -462,6 +470,25 @@ def score(
         raise UsageError(f'{unjudged} of {len(rows)} rows could not be judged, and have no reward')
 
 # %% ../nbs/26_cli.ipynb #f38b974f
+def answered(
+    pool,                 # a StockfishPool
+    fens: Sequence[str],  # a batch of positions
+) -> Iterator[tuple[str, Sequence]]:  # FEN, what the engine says of it; without those on which it failed
+    "Ask for a batch at a time; where that fails, for each position alone."
+    from rookworld_nb.rules import PATIENCE, EngineError
+    try: yield from zip(fens, pool.analyse_many(fens))
+    except EngineError:
+        silent = 0
+        for fen in fens:
+            try: answer = pool.analyse(fen)
+            except EngineError as error:
+                if (silent := silent + 1) == min(PATIENCE, len(fens)): raise
+                logger.warning('left out: %s', error)
+            else:
+                silent = 0
+                yield fen, answer
+
+
 def positions_in(
     path: Path,  # an output file of `label`, perhaps cut off in the middle of a line; may be absent
 ) -> set[str]:  # the FENs that it holds
@@ -496,11 +523,11 @@ def label(
         job = Labelling(str(output), shards, nodes, seed, padded, stockfish_path)
         return emit(json.dumps(label_files(job, input, processes)))
     at_least_one(processes=processes, shards=shards)
-    if output and output.suffix == '.gz': raise UsageError(f'--output {output}: plain text is added to it; not .gz')
+    if output: check_output(output)
     wanted = dict.fromkeys(fen_in(line) for line in input_lines(fens, 'FENs'))
     for number, fen in enumerate(wanted, 1):
         try: wanted[fen] = count_moves(fen)
-        except ValueError as error: raise UsageError(f'position {number}: {error}') from None
+        except ValueError as error: raise UsageError(f'position {number}: {str(error)[:300]}') from None
     with (StockfishPool(processes, path=stockfish_path, nodes=nodes) as pool,
           locked(output) if output else nullcontext(True) as mine):
         if not mine: raise UsageError(f'--output {output}: another command is at work on it')
@@ -510,7 +537,7 @@ def label(
             logger.info('%d of %d positions are in %s already, and stay as they are', known, len(wanted), output)
         with open(output, 'a', encoding='utf-8') if output else nullcontext(sys.stdout) as file:
             for part in batches(todo, 16*processes):
-                for fen, candidates in zip(part, pool.analyse_many(part)):
+                for fen, candidates in answered(pool, part):
                     file.write(policy_line(fen, candidates, seed, padded) + '\n')
                 file.flush()
     if single := sum(moves < 2 for moves in wanted.values()):

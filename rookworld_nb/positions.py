@@ -8,9 +8,9 @@ __all__ = ['logger', 'SHIPPED', 'PUZZLES', 'OPENINGS', 'CENTRE', 'HOME_RANK', 'P
            'seen_positions', 'apart_from', 'shipped_positions', 'split_by_position', 'Position', 'opening_positions',
            'development_weight', 'random_play', 'random_endgame', 'generate_positions', 'LabelError', 'policy_line',
            'fen_in', 'count_moves', 'shard_of', 'Labelling', 'labelled_in', 'locked', 'replacing', 'write_plan',
-           'plan_of', 'cut_inputs', 'label_shard', 'label_worker', 'told', 'merge_shards', 'clear_shards', 'Progress',
-           'label_files', 'by_task', 'spread', 'prompt_pools', 'Rounds', 'Blend', 'outcome', 'is_rare', 'env_stream',
-           'PromptMix']
+           'plan_of', 'cut_inputs', 'label_shard', 'label_worker', 'stop', 'told', 'merge_shards', 'clear_shards',
+           'Progress', 'label_files', 'by_task', 'spread', 'prompt_pools', 'Rounds', 'Blend', 'outcome', 'is_rare',
+           'env_stream', 'PromptMix']
 
 # %% ../nbs/04_positions.ipynb #8bbc9c47
 import gzip
@@ -21,6 +21,7 @@ import math
 import os
 import random
 import shutil
+import signal
 import sys
 import time
 import zlib
@@ -398,7 +399,7 @@ def fen_in(
     try:
         if text.startswith('{'): text = str(json.loads(text).get('fen', text))
         if len(text.split()) == 6: return parse_board(text).fen()
-    except ValueError: pass    # it is no position, and will be refused as it is
+    except (ValueError, RecursionError): pass    # it is no position, and will be refused as it is
     return ' '.join(text.split())
 
 
@@ -589,6 +590,16 @@ def label_worker(
     except (ValueError, KeyboardInterrupt) as error:
         sys.exit(f'labelling, process {number}: {str(error) or "interrupted"}')
 
+
+def stop(
+    processes: Sequence,  # of workers
+) -> None:
+    "Interrupt workers that are still there, so that what they do can be gone on with."
+    for process in processes:
+        if process.is_alive(): os.kill(process.pid, signal.SIGINT)
+    for process in processes:
+        if process.pid: process.join()
+
 # %% ../nbs/04_positions.ipynb #89b353d3
 def told(
     folder: Path,     # of the shards, all done
@@ -684,7 +695,8 @@ def label_files(
         spawn = get_context('spawn')
         workers = [spawn.Process(target=label_worker, args=(job, n, processes)) for n in range(processes)]
         for worker in workers: worker.start()
-        _watch(job, workers)
+        try: _watch(job, workers)
+        finally: stop(workers)
         if undone := [n for n in range(job.shards) if not job.place('done', n).exists()]:
             raise LabelError(f'{len(undone)} of {job.shards} shards are not done; the same command goes on from here')
         return merge_shards(job)

@@ -106,6 +106,8 @@ def check_config(
             least = 'above 0' if name in POSITIVE else 'of at least 0'
             wanted = least if math.isinf(high) else f'from {low:g} to {high:g}'
             raise RewardConfigError(f'{name}={value!r}; it must be a {what} {wanted}')
+    if not math.isfinite(sum(getattr(cfg, field.name) for field in fields(cfg) if field.name.endswith('_weight'))):
+        raise RewardConfigError('the weights are too large to be added up; only their ratios matter')
 
 # %% ../nbs/05_rewards.ipynb #492721d9
 def scale_score(

@@ -5,13 +5,13 @@
 # %% auto #0
 __all__ = ['logger', 'SPACES', 'PAIR', 'NOT_SEARCHED', 'KINDS', 'READERS', 'FALL', 'BATCHES', 'BEAT', 'TRIES', 'POLL', 'STOPPED',
            'PLACES', 'COLUMNS', 'FEW', 'BINS', 'ENOUGH', 'BEST', 'EXAMPLES', 'SearchError', 'WorkersLost', 'Choices',
-           'Span', 'pair_of', 'kinds_of', 'setting_value', 'read_dimension', 'fields_of', 'settings_at', 'read_space',
-           'Search', 'trial_config', 'space_words', 'check_search', 'hopeless', 'Verdict', 'verdict_of', 'judged_task',
-           'examine_run', 'train_trial', 'run_trial', 'suggest', 'connect', 'open_study', 'is_lost', 'by_ticket',
-           'is_given_up', 'reissue', 'study_facts', 'deal', 'NoRoom', 'outcome_of', 'in_words', 'TakenTwice', 'claim',
-           'attempt', 'is_done', 'trials_of', 'tables_of', 'stop', 'work', 'run_search', 'trial_table', 'listed',
-           'labels_of', 'success_rates', 'importance', 'why_failed', 'best_of', 'search_report', 'plot_success',
-           'plot_slices']
+           'Span', 'pair_of', 'kinds_of', 'setting_value', 'read_dimension', 'check_value', 'fields_of', 'settings_at',
+           'read_space', 'Search', 'trial_config', 'space_words', 'check_search', 'hopeless', 'Verdict', 'verdict_of',
+           'judged_task', 'examine_run', 'train_trial', 'run_trial', 'suggest', 'connect', 'open_study', 'is_lost',
+           'by_ticket', 'is_given_up', 'reissue', 'study_facts', 'deal', 'NoRoom', 'outcome_of', 'in_words',
+           'TakenTwice', 'claim', 'attempt', 'is_done', 'trials_of', 'tables_of', 'work', 'run_search', 'trial_table',
+           'listed', 'labels_of', 'success_rates', 'importance', 'why_failed', 'best_of', 'search_report',
+           'plot_success', 'plot_slices']
 
 # %% ../nbs/25_scale.ipynb #2a2efdb5
 import errno
@@ -20,7 +20,6 @@ import math
 import os
 import random
 import re
-import signal
 import sys
 import time
 import traceback
@@ -30,7 +29,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property, partial
-from itertools import product
+from itertools import islice, product
 from multiprocessing import get_context, parent_process
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -47,6 +46,7 @@ from .config import FREE, TrainConfig
 from .evaluate import evaluate, wilson_interval
 from .hardware import HardwareConfig
 from .monitor import BLUE, MUTED, ORANGE, Picture, metric_rows, write_atomic
+from .positions import stop
 from .report import as_word, command_line, optional_module, png_of
 from .rewards import RewardScorer
 from .run import Run, Setup, finish, updates_per_batch
@@ -134,6 +134,21 @@ def read_dimension(
         raise SearchError(f'--space {name}={text}: a range is LOW..HIGH of numbers, LOW the smaller one, '
                           'or LOW..HIGH:log with LOW above 0')
     return Span(low, high, scale == 'log')
+
+
+def check_value(
+    search: 'Search',          # whose trials
+    point: Mapping[str, Any],  # a dimension and a value of it
+) -> None:
+    "Refuse a value that no trial can have; one that goes with some of the others is fine."
+    def fits(values: Sequence) -> bool:
+        "Whether there is a trial with these and the value."
+        try: return trial_config(search, dict(zip(search.dimensions, values)) | point) is not None
+        except ValueError: return False
+    try: trial_config(search, point)
+    except ValueError:
+        ends = [part if isinstance(part, Choices) else part[:2] for part in search.dimensions.values()]
+        if not any(map(fits, islice(product(*ends), 1000))): raise
 
 # %% ../nbs/25_scale.ipynb #34ca7278
 def fields_of(
@@ -241,7 +256,7 @@ def check_search(
     if search.trials is not None and search.trials < 1:
         raise SearchError(f'--trials {search.trials}: must be at least 1')
     for name, part in search.dimensions.items():
-        for value in part if isinstance(part, Choices) else part[:2]: trial_config(search, {name: value})
+        for value in part if isinstance(part, Choices) else part[:2]: check_value(search, {name: value})
     config = trial_config(search)
     if (config.eval_policy or config.eval_env) < 2:
         raise SearchError(f'--eval-policy {config.eval_policy} --eval-env {config.eval_env}: success is a gain beyond '
@@ -381,7 +396,8 @@ def open_study(
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     if file:
         search.folder.mkdir(parents=True, exist_ok=True)
-    url = f'sqlite:///{search.folder/"study.db"}' if file else search.storage
+    if file: url = optional_module('sqlalchemy', 'search').URL.create('sqlite', database=str(search.folder/'study.db'))
+    url = url.render_as_string() if file else search.storage
     try:
         return optuna.create_study(storage=connect(url), study_name='search' if file else search.folder.name,
                                    direction='maximize', load_if_exists=True)
@@ -590,16 +606,6 @@ def tables_of(
         raise WorkersLost(f'{len(table)} of {search.size} trials are done, and no worker is left (exit codes {codes}); '
                           f'the same command goes on from here')
 
-
-def stop(
-    processes: Sequence,  # of workers
-) -> None:
-    "Interrupt workers that are still there, so that what they do can be gone on with."
-    for process in processes:
-        if process.is_alive(): os.kill(process.pid, signal.SIGINT)
-    for process in processes:
-        if process.pid: process.join()
-
 # %% ../nbs/25_scale.ipynb #693dd53c
 STOPPED = 3    # exit code of a worker that has said why
 
@@ -683,8 +689,8 @@ def labels_of(
     "Values as words; those of a range as bins with equally many trials."
     if (values := listed(column)) is None:
         codes = pd.qcut(pd.to_numeric(column), bins, labels=False, duplicates='drop')
-        order = [f'{part.min():.3g} to {part.max():.3g}' for _, part in column.groupby(codes)]
-        return [order[int(code)] for code in codes], order
+        names = {code: f'{part.min():.6g} to {part.max():.6g}' for code, part in column.groupby(codes)}
+        return [names[code] for code in codes], list(names.values())
     key = lambda value: (0, value, '') if isinstance(value, (int, float)) else (1, 0, str(value))    # numbers first
     return [as_word(value) for value in values], [as_word(value) for value in sorted(set(values), key=key)]
 

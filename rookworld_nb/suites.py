@@ -103,9 +103,9 @@ def epd_grades(
     points, moves = (str(operations[name]).split() for name in ('c8', 'c9'))
     grades = dict(zip(moves, map(float, points)))
     if not len(points) == len(moves) == len(grades) or not legal.issuperset(moves) \
-            or not all(map(math.isfinite, grades.values())) or not max(grades.values(), default=0) > 0:
-        raise SuiteError(f'c8 {" ".join(points)!r} and c9 {" ".join(moves)!r} must be points, some above 0, '
-                         'and as many different legal moves')
+            or not all(0 <= points < math.inf for points in grades.values()) or not any(grades.values()):
+        raise SuiteError(f'c8 {" ".join(points)!r} and c9 {" ".join(moves)!r} must be points, none below 0 and some '
+                         'above, and as many different legal moves')
     return grades
 
 
@@ -164,7 +164,7 @@ def suite_lines(
     if text.lstrip().startswith('{'):
         try:
             return [(number, json.dumps(example)) for number, example in enumerate(json.loads(text)['examples'], 1)]
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             pass  # not one object with examples, so JSON lines
     return lines
 
@@ -190,7 +190,8 @@ def parse_puzzles(
     for number, line in lines[:limit]:
         try:
             puzzles.append(reader(line, str(number)))
-        except (ValueError, AttributeError, TypeError, csv.Error) as error:
+            for question in puzzles[-1].questions: policy_prompt(question.fen)
+        except (ValueError, AttributeError, TypeError, csv.Error, RecursionError) as error:
             raise SuiteError(f'{name}, line {number}: {error}: {line[:200]!r}') from None
     return puzzles
 
@@ -242,7 +243,7 @@ def solve(
     for (i, step, sample), answer in zip(asked, answers, strict=True):
         puzzle, (fen, right, points) = puzzles[i], puzzles[i].questions[step]
         legal, top = legal_moves(fen), max(points.values(), default=math.nan)
-        early = right & mating_moves(chess.Board(fen)) if step + 1 < len(puzzle.questions) else frozenset()
+        early = right & mating_moves(chess.Board(fen))
         found = answer.best in right or (i, sample) in won
         if answer.best in early:
             won.add((i, sample))

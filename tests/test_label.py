@@ -191,6 +191,52 @@ def test_killed_three_times_at_any_moment(whom, tmp_path):
     assert len(samples) == 2000 and not malformed and [*tmp_path.iterdir()].__len__() == 2
 
 
+@pytest.mark.stockfish
+def test_ctrl_c_to_the_command_alone_ends_its_workers_too(tmp_path):
+    try: find_stockfish()
+    except EngineNotFound as error: pytest.skip(str(error))
+    fens, output = games(60, 2), tmp_path/'out.txt'
+    (tmp_path/'in.txt').write_text('\n'.join(fens))
+    words = [sys.executable, '-m', 'rookworld_nb.cli', 'label', '--input', tmp_path/'in.txt', '--output', output, '--shards', '2', '--nodes']
+    job = subprocess.Popen([*map(str, words), '1000000'], env=os.environ | {'PYTHONPATH': str(ROOT)}, start_new_session=True, text=True,
+                           stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    while job.poll() is None and not written(output): time.sleep(.01)
+    workers = [child for child in children_of(job.pid) if children_of(child)]
+    os.kill(job.pid, signal.SIGINT)
+    assert job.wait(100) == 130 and workers and not any(Path(f'/proc/{worker}').exists() for worker in workers)
+    assert 'rookworld label: interrupted' in job.stderr.read() and not output.exists()
+    assert sum(len(path.read_text().splitlines()) for kind in ('part-*', 'done-*') for path in Path(f'{output}.shards').glob(kind)) < 50
+
+
+FAILING = '''#!{python}
+import sys
+import chess
+for line in sys.stdin:
+    match line.split():
+        case ['uci']: print('id name Failing', 'uciok', sep=chr(10), flush=True)
+        case ['isready']: print('readyok', flush=True)
+        case ['position', 'fen', *fen]: board = chess.Board(' '.join(fen))
+        case ['go', *_]:
+            if {fails}: sys.exit(1)
+            moves = [move.uci() for move in board.legal_moves][:5]
+            for n, move in enumerate(moves, 1): print(f'info depth 1 multipv {{n}} score cp {{50 - n}} pv {{move}}', flush=True)
+            print('bestmove', moves[0], flush=True)
+'''
+
+
+def test_a_position_that_the_engine_fails_on_costs_no_other(tmp_path, capsys, caplog):
+    fens, engine = games(20, 3), tmp_path/'engine'
+    engine.write_text(FAILING.format(python=sys.executable, fails=f'board.fen() == {fens[3]!r}'))
+    engine.chmod(0o755)
+    output = tmp_path/'out.txt'
+    assert cli.main(['label', *fens, '--stockfish-path', str(engine), '--output', str(output)]) == 0
+    assert [*map(fen_of, output.read_text().splitlines())] == [fen for fen in fens if fen != fens[3]]
+    assert 'left out' in capsys.readouterr().err + caplog.text
+    engine.write_text(FAILING.format(python=sys.executable, fails='True'))
+    assert cli.main(['label', *fens, '--stockfish-path', str(engine), '--output', str(tmp_path/'other.txt')]) == 2
+    assert cli.main(['label', fens[0], '--stockfish-path', str(engine)]) == 2
+
+
 def written(output):
     "Bytes in the shards so far."
     found = 0

@@ -192,7 +192,9 @@ ROOKS, SHUFFLE = '4k2r/8/8/8/8/8/8/R3K3 w - - 0 1', ('a1b1', 'h8g8', 'b1a1', 'g8
 
 def test_a_repetition_ends_the_game_when_it_is_there_and_not_when_it_could_come():
     board = chess.Board(ROOKS)
-    for move in SHUFFLE + SHUFFLE[:-1]: board.push_uci(move)
+    for move in SHUFFLE + SHUFFLE: board.push_uci(move)
+    assert (game := Game(Scripted(), board=board.copy())).over and clicked(game, 'a1').selected is None
+    board.pop()
     assert board.can_claim_threefold_repetition() and not board.is_repetition(3)    # the move g8h8 would repeat
     game = Game(Scripted('g8g1'), chess.WHITE, board=board)                         # and Black mates or wins instead
     assert not game.over and game.board.ply() == 8 and game.words().startswith('g8g1')

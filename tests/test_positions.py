@@ -21,6 +21,11 @@ def pool(n_policy, n_env):
             + [Sample(f'A: {chess.STARTING_FEN[:-1]}{i}+e2e4+e2e4+', '') for i in range(1, n_env + 1)])
 
 
+@pytest.mark.parametrize('share', [.29, .57, .58])
+def test_a_hundred_prompts_hold_an_exact_share(share):
+    assert sum(sample.task == 'A' for sample in PromptMix(pool(100, 100), 100, share, rare_env_ratio=None).batch(0)) == round(100*share)
+
+
 @pytest.mark.parametrize('n', [1, 5, 64, 256, 500])
 def test_quotas_are_exact_positions_distinct_and_legal(n):
     positions = generate_positions(n, seed=1)

@@ -18,13 +18,13 @@ import pytest
 
 from rookworld_nb import cli, report, scale
 from rookworld_nb.checkpoint import CheckpointError
-from rookworld_nb.config import TrainConfig
+from rookworld_nb.config import RunError, TrainConfig
 from rookworld_nb.evaluate import evaluate, wilson_interval
 from rookworld_nb.monitor import metric_rows
 from rookworld_nb.positions import shipped
 from rookworld_nb.rewards import RewardScorer
 from rookworld_nb.scale import (Choices, Search, SearchError, Span, TakenTwice, Verdict, best_of, by_ticket, claim, deal, hopeless,
-                                importance, open_study, read_space, reissue, run_search, search_report, settings_at, study_facts, success_rates,
+                                importance, labels_of, open_study, read_space, reissue, run_search, search_report, settings_at, study_facts, success_rates,
                                 trial_config, trial_table, trials_of, verdict_of, why_failed, work)
 from rookworld_nb.weights import load_pretrained
 
@@ -519,3 +519,24 @@ def test_a_trial_that_two_processes_took_is_done_by_one(tmp_path, monkeypatch):
     study = SimpleNamespace(get_trials=lambda **_: [waiting],    # until the other one has done it
                             optimize=lambda *_, **__: waiting.user_attrs.update(ended={}) or claim(tmp_path, 'a', 4))
     assert list(trials_of(SimpleNamespace(), study)) == []    # not an error, and no trial of this worker's
+
+
+def test_bins_of_a_range_with_many_equal_values_have_names_of_their_own():
+    labels, order = labels_of(pd.Series([2, 3, 4, 6, 6, 6, 6, 8, 9, 10, 11]))
+    assert set(labels) == set(order) and len(set(order)) == len(order) == 2
+    labels, order = labels_of(pd.Series(range(10000, 10011)))
+    assert len(set(order)) == 3 and sum(label == order[0] for label in labels) == 4
+
+
+def test_a_value_that_goes_with_some_of_the_others_is_fine(tmp_path):
+    given = {'output_dir': str(tmp_path/'study'), 'steps': 20}
+    for space in (('kl_warmup_steps=5|10', 'kl_warmup_factor=.25|.5'), ('use_gae=true', 'gamma=.9|.95'), ('buffer_capacity=2|4', 'fresh_share=.1|.5')):
+        assert len(Search(given, space).points) in (2, 4)
+    with pytest.raises(RunError, match='--kl-warmup-factor 0.25: of no use without'): Search(given, ('kl_warmup_factor=.25|.5', 'lr=1e-4|1e-5'))
+
+
+@pytest.mark.parametrize('name', ['a?b', 'a%41b', 'a b ü'])
+def test_the_database_lies_in_the_folder_whatever_its_name(tmp_path, name):
+    search = Search({'output_dir': str(tmp_path/name)}, ('lr=1e-5|1e-4',))
+    open_study(search)
+    assert (tmp_path/name/'study.db').stat().st_size and [path.name for path in tmp_path.iterdir()] == [name]

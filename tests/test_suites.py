@@ -159,7 +159,9 @@ def test_the_content_decides(tmp_path):
     (f'{KQK[:-4]} c8 "1 2"; c9 "g5g6";', "line 1: c8 '1 2' and c9 'g5g6'"),
     (f'{KQK[:-4]} c8 "1"; c9 "a1a8";', "line 1: .*'a1a8'"),
     (f'{KQK[:-4]} c8 "one"; c9 "g5g6";', "line 1: .*'one'"),
-    (f'{KQK[:-4]} c8 "0 0"; c9 "g5g6 g5h6";', 'line 1: .*some above 0'), (f'{KQK[:-4]} bm;', 'line 1'),
+    (f'{KQK[:-4]} c8 "5 -1"; c9 "g5g6 g5h6";', 'line 1: .*none below 0'), (f'{KQK[:-4]} bm Kg6; hmvc 99999;', 'line 1: .*99999'),
+    ('{"input": ' + '['*100_000, 'line 1: maximum recursion'),
+    (f'{KQK[:-4]} c8 "0 0"; c9 "g5g6 g5h6";', 'line 1: .*none below 0 and some above'), (f'{KQK[:-4]} bm;', 'line 1'),
     ('7k/5Q2/8/8/8/8/8/8 w - - bm Qf8;', 'line 1: .*impossible position'),
     (LICHESS.replace('a1a8', 'a1b8'), "x.epd, line 1: .*a1b8"),
     (LICHESS.replace(' a1a8', ''), "line 1: 'h8g8': the opponent"),
@@ -461,7 +463,7 @@ def test_a_lichess_line_holds_legal_moves(moves):
 
 @pytest.mark.parametrize('points, moves', [('10 nan', 'e2e4 d2d4'), ('inf 5', 'e2e4 d2d4'), ('10 5', 'e2e4 e2e4'), ('10', 'e2e4 d2d4')])
 def test_grades_are_numbers_of_different_moves(points, moves):
-    with pytest.raises(SuiteError, match='some above 0'): epd_puzzle(f'{START.rsplit(" ", 2)[0]} c8 "{points}"; c9 "{moves}";')
+    with pytest.raises(SuiteError, match='none below 0 and some above'): epd_puzzle(f'{START.rsplit(" ", 2)[0]} c8 "{points}"; c9 "{moves}";')
 
 
 def test_games_do_not_touch_each_other():
@@ -653,7 +655,7 @@ def test_a_search_may_be_held_to_some_moves():
 
 def test_after_a_position_that_cannot_be_no_move_is_named():
     player = answering(lambda fen: 'e2e4')
-    for wrong in ('nonsense', f'{START[:-1]}12345'):
+    for wrong in ('nonsense', f'{START[:-1]}12345', '8/8/8/8/8/8/8/8 w - - 0 1'):
         said = list(uci_session(['position startpos', 'go', f'position fen {wrong}', 'go', 'position startpos', 'go', 'quit'], player))
         moves = [line for line in said if line.startswith('bestmove')]
         assert moves == ['bestmove e2e4', 'bestmove (none)', 'bestmove e2e4'] and sum('position left out' in line for line in said) == 1
