@@ -96,7 +96,7 @@ class UpdateOptions:
     grad_clip: float = 1.0            # longest gradient
     minibatch_positions: int | None = None  # prompts an optimiser step learns from; none: those of a batch
     micro_batch_size: int | None = None  # completions per forward; none: some 1500 tokens on a CPU, a task on a GPU
-    clip_range: float = 0.2           # the ratio is clipped to 1 - clip_range ...
+    clip_range: float = 0.2           # the ratio, 1 on a batch's first update, is clipped to 1 - clip_range ...
     clip_range_high: float | None = None  # ... 1 + clip_range_high; none: the same
     importance_level: str = 'token'   # the ratio is of each token or of the whole sequence (GSPO): token | sequence
     loss_type: str | None = None      # averaging: dapo | grpo | bnpo | dr_grpo; none: grpo small, dapo large

@@ -288,6 +288,8 @@ def split_line(
     read = parse_policy(line) if (task := task_of(line)) == 'P' else parse_env(line)
     complete = read.fen is not None and read.has_form() if task == 'P' else read.well_formed
     try:
+        if task == 'P' and 'M:' not in line:
+            raise TaskFormatError('a prompt without its answer, which `rookworld label` writes')
         if not complete: raise TaskFormatError('a part is missing or unreadable')
         if task == 'P': return policy_prompt(read.fen), line[len(line[:line.index('M:')].rstrip()):]
         _check_fen(read.new_fen)

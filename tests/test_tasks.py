@@ -490,3 +490,7 @@ def test_tasks_needs_the_standard_library_only():
 
 def test_constants():
     assert (tasks.MAX_MOVES, tasks.HISTORY_PLIES, sum(tasks.FIELD_WIDTHS.values())) == (5, 10, 160)
+
+
+def test_a_prompt_without_its_answer_is_told_where_answers_come_from():
+    with pytest.raises(TaskFormatError, match='a prompt without its answer, which `rookworld label` writes'): split_line('P: 8/8/8/8/8/k7/1r6/7K w - - 35 41')
