@@ -574,6 +574,7 @@ def label_worker(
 ) -> None:
     "Take shards in turn until all are done; a process whose starter is gone stops after the position at hand."
     starter, first = parent_process(), number*job.shards//processes
+    if starter is not None: os.setpgid(0, 0)    # Ctrl-C reaches a group: the starter passes it on, once
     order, looked, gone = [(first + n)%job.shards for n in range(job.shards)], time.monotonic(), False
 
     def alone() -> bool:

@@ -396,8 +396,8 @@ def open_study(
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     if file:
         search.folder.mkdir(parents=True, exist_ok=True)
-    if file: url = optional_module('sqlalchemy', 'search').URL.create('sqlite', database=str(search.folder/'study.db'))
-    url = url.render_as_string() if file else search.storage
+    place, address = str(search.folder/'study.db'), optional_module('sqlalchemy', 'search').URL
+    url = search.storage or address.create('sqlite', database=place).render_as_string()
     try:
         return optuna.create_study(storage=connect(url), study_name='search' if file else search.folder.name,
                                    direction='maximize', load_if_exists=True)
