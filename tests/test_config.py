@@ -1,4 +1,5 @@
 "Beside 20_config: what is refused when a configuration is made, and presets."
+import json
 import math
 import re
 from pathlib import Path
@@ -6,8 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from rookworld_nb.buffer import BufferConfig, CollectorConfig
 from rookworld_nb.config import PRESETS, RunError, TrainConfig
 from rookworld_nb.rewards import RewardTerms
+from rookworld_nb.trainer import TrainerConfig
 
 
 @pytest.mark.parametrize('changes, message', [
@@ -76,3 +79,17 @@ def test_each_term_of_the_reward_can_be_set_for_a_run(name):
 
 def test_minibatches_larger_than_the_usual_batch_wait_for_the_search():
     assert TrainConfig(auto_batch_size=True, minibatch_positions=64).for_size(1).minibatch_positions == 64
+
+
+def test_the_table_from_the_paper_to_a_run_of_nano_shows_the_defaults():
+    notebook = json.loads((Path(__file__).parent.parent/'nbs'/'14_trainer.ipynb').read_text(encoding='utf-8'))
+    text = next(text for cell in notebook['cells'] if '| the paper |' in (text := ''.join(cell['source'])))
+    rows = [[cell.strip() for cell in line.strip('|').split('|')] for line in text.splitlines() if line.startswith('|')][2:]
+    shown = {re.search('--([a-z-]+)', row[4])[1].replace('-', '_'): row for row in rows}
+    nano, parts = TrainConfig().for_size(1), TrainerConfig()
+    for name, part in (('kl_coef', parts.kl.kl_coef), ('lr', parts.lr), ('replays', BufferConfig().replays),
+                       ('group_size', CollectorConfig().group_size), ('temperature', CollectorConfig().temperature)):
+        assert (float(shown[name][2]), float(shown[name][3])) == (part, getattr(nano, name)), name
+    assert nano.scale_rewards in shown['scale_rewards'][3] and CollectorConfig().scale_rewards in shown['scale_rewards'][2]
+    assert nano.loss_type in shown['loss_type'][3] and parts.loss_type in shown['loss_type'][2]
+    assert nano.credit == 'part' and nano.kl_unbiased and parts.kl_unbiased and len(rows) == 9
