@@ -225,8 +225,6 @@ def idle_flags(
         wrong['penalty'] = 'of no use with --reward-shaping binary, which pays 0 or 1'
     if config.mix_env_ratio == 0 and config.rare_env_ratio not in (TrainConfig.rare_env_ratio, None):
         wrong['rare_env_ratio'] = 'of no use with --mix-env-ratio 0'
-    if config.eval_samples != TrainConfig.eval_samples and not config.eval_policy + config.eval_env:
-        wrong['eval_samples'] = 'of no use without --eval-policy or --eval-env'
     if config.kl_warmup_factor == 0 and config.kl_warmup_steps >= config.steps:
         wrong['kl_warmup_steps'] = f'the KL would weigh nothing in all of --steps {config.steps}'
     return wrong

@@ -29,7 +29,6 @@ from rookworld_nb.trainer import TrainerConfig
     (dict(minibatch_positions=6), 'minibatch_positions=6'), (dict(gae_lambda=.5), '--gae-lambda 0.5: of no use without --use-gae'),
     (dict(kl_warmup_factor=.5), '--kl-warmup-factor 0.5: of no use without --kl-warmup-steps'), (dict(normalize_momentum=.5), 'of no use without --normalize-rewards'),
     (dict(fresh_share=.5), '--fresh-share 0.5: of no use without --buffer-capacity'), (dict(rare_env_ratio=.5, mix_env_ratio=0.), '--rare-env-ratio 0.5: of no use with --mix-env-ratio 0'),
-    (dict(eval_samples=3, eval_policy=0, eval_env=0), '--eval-samples 3: of no use without --eval-policy or --eval-env'),
     (dict(penalty=-1., credit='part'), 'whole answers are needed for --penalty -1'), (dict(penalty=-1., reward_shaping='binary'), '--penalty -1.0: of no use'),
     (dict(kl_unbiased=False, kl_estimator='reverse'), 'of no use with --kl-estimator reverse'), (dict(grad_clip=math.inf), 'grad_clip=inf must be finite'),
     (dict(kl_spike_factor=math.inf), 'kl_spike_factor=inf must be finite and above 0, or None'),
