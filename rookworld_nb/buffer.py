@@ -71,8 +71,8 @@ class CountingTask:
 
     def __call__(
         self,
-        prompts: Sequence[str],      # B prompts
-        completions: Sequence[str],  # B texts; whatever they say
+        prompts: Sequence[str],      # N prompts
+        completions: Sequence[str],  # N texts; whatever they say
         targets: Sequence[str | None] | None = None,  # not needed: the task knows the answers
     ) -> Scores:                     # rewards (N,) and the table of components
         "Score a batch."

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['logger', 'SIGHT', 'ENDINGS', 'SHOWN', 'apart_from_evaluation', 'training_samples', 'heldout_samples', 'run_folder',
-           'both_devices', 'warn_weightless', 'paying_whole', 'open_engine', 'announced', 'collector_of', 'Setup',
+           'both_devices', 'warn_weightless', 'paid_by', 'open_engine', 'announced', 'collector_of', 'Setup',
            'updates_per_batch', 'prompts_to_draw', 'planned_work', 'trial_run', 'memory_components', 'profile_batches',
            'choose_batch', 'examine', 'glance', 'run_summary', 'finish', 'origin_of', 'run_state', 'save_run',
            'restore_run', 'resumed_config', 'asked_for', 'NoWriter', 'interrupted_afterwards',
@@ -135,21 +135,24 @@ def both_devices(
 
 # %% ../nbs/22_run.ipynb #b1761b80
 def warn_weightless(
-    config: TrainConfig,  # complete
+    config: TrainConfig,  # of a run that is paid as usual
 ) -> None:
     "Say so where weights of the reward are set that only show."
     values = asdict(config).items()
     moved = [name for name, value in values if name.endswith('_weight') and value != getattr(TrainConfig, name)]
-    if config.credit == 'part' and moved:
+    if moved and config.credit != 'answer' and not whole_answers(config):
         logger.warning('--%s: shown in the reward, but where answers are paid by part it hardly acts on what is '
                        'learned; say --credit answer', ', --'.join(moved).replace('_', '-'))
 
 
-def paying_whole(
-    config: TrainConfig,  # credit
-    pay: Callable,        # a reward of its own, which has no parts
-) -> TrainConfig:         # the same, with credit for whole answers
-    "What a run with a reward of its own is paid for."
+def paid_by(
+    config: TrainConfig,  # credit, weights
+    pay: Callable,        # the usual reward, or one of its own, which has no parts
+) -> TrainConfig:         # the same; with a reward of its own whole answers are paid
+    "Settle what a run is paid for."
+    if pay is usual_reward:
+        warn_weightless(config)
+        return config
     if config.credit == 'part':
         raise RunError(f'--credit part: {pay.__qualname__} pays whole answers; say --credit answer')
     return replace(config, credit='answer')
@@ -188,7 +191,6 @@ def collector_of(
     config, patient = run.config, run.scorer.patient
     price = (lambda: run.trainer.kl.coefficient(run.trainer.step + 1)) if config.kl_in_reward else None
     prompts = announced(run.prompts, config.group_size, patient, run.ranks) if patient else run.prompts
-    warn_weightless(config)
     credit = PartCredit(config.rewards, run.tokenizer) if config.credit == 'part' else None
     return Collector(run.model, run.reference, run.tokenizer, prompts, run.scorer, config.collector, price, run.ranks,
                      credit)
@@ -202,7 +204,7 @@ class Setup:
         ranks: Ranks = ALONE,                 # the processes that do it together
         pay: Callable[..., Sequence[float]] = usual_reward,  # prompts, answers, their scores -> a reward of your own
     ) -> None:
-        if pay is not usual_reward: config = paying_whole(config, pay)
+        config = paid_by(config, pay)
         set_allocator(config.cuda_allocator)    # before CUDA starts
         device, elsewhere = both_devices(config, ranks)
         self.ranks, self.folder, self.pay = ranks, ranks.gather(run_folder(config))[0], pay

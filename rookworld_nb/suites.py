@@ -243,7 +243,7 @@ def solve(
     for (i, step, sample), answer in zip(asked, answers, strict=True):
         puzzle, (fen, right, points) = puzzles[i], puzzles[i].questions[step]
         legal, top = legal_moves(fen), max(points.values(), default=math.nan)
-        early = right & mating_moves(chess.Board(fen))
+        early = right & mating_moves(chess.Board(fen)) if step + 1 < len(puzzle.questions) else frozenset()
         found = answer.best in right or (i, sample) in won
         if answer.best in early:
             won.add((i, sample))
