@@ -21,6 +21,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.resources import files
+from itertools import chain, islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -157,37 +158,43 @@ def suite_format(
 
 
 def suite_lines(
-    text: str,  # content of a suite
-) -> list[tuple[int, str]]:  # (number from 1, line) without empty lines and comments; a BIG-bench task.json by example
-    """The lines that hold puzzles."""
-    lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip() and line[0] != '#']
-    if text.lstrip().startswith('{'):
+    lines: Iterable[str],  # of a suite
+) -> Iterator[tuple[int, str]]:  # (number from 1, line) without empty lines, comments; a BIG-bench task.json by example
+    """The lines that hold puzzles, each read when it is asked for."""
+    numbered = ((number, line.rstrip('\r\n')) for number, line in enumerate(lines, 1) if line.strip() and line[0] != '#')
+    if (first := next(numbered, None)) and first[1].lstrip().startswith('{'):
+        whole = [first, *numbered]    # whether it is one object only its end can tell
         try:
-            return [(number, json.dumps(example)) for number, example in enumerate(json.loads(text)['examples'], 1)]
+            examples = json.loads('\n'.join(line for _, line in whole))['examples']
+            whole = [(number, json.dumps(example)) for number, example in enumerate(examples, 1)]
         except (ValueError, KeyError, TypeError, RecursionError):
             pass  # not one object with examples, so JSON lines
-    return lines
+        yield from whole
+    elif first:
+        yield first
+        yield from numbered
 
 # %% ../nbs/17_suites.ipynb #e36dd2ff
 def parse_puzzles(
-    text: str,           # a Lichess CSV, EPD lines, BIG-bench JSON lines or its task.json
-    name: str = 'text',  # where it comes from, for messages
+    lines: Iterable[str],  # of a Lichess CSV, an EPD file, BIG-bench JSON lines or its task.json
+    name: str = 'text',    # where they come from, for messages
     limit: int | None = None,  # at most so many, from the start; None: all
-) -> list[Puzzle]:       # in the order of the lines
+) -> list[Puzzle]:         # in the order of the lines; no more of them are read than asked for
     """Read a suite, or say which line cannot be read."""
     if limit is not None and limit < 1: raise SuiteError(f'limit={limit}: at least 1 puzzle, or None for all')
-    lines = suite_lines(text)
-    kind = suite_format(lines[0][1]) if lines else None
+    rows = suite_lines(lines)
+    first = next(rows, (1, ''))
+    kind = suite_format(first[1])
     if kind is None:
         raise SuiteError(f'{name} is no suite: valid are Lichess CSV, EPD and BIG-bench JSON lines; '
-                         f'it starts with {text.lstrip()[:60]!r}')
+                         f'it starts with {first[1].lstrip()[:60]!r}')
     columns, puzzles = LICHESS_COLUMNS, []
-    if kind == 'lichess' and 'FEN' in (header := next(csv.reader([lines[0][1]]))):
-        columns, lines = header, lines[1:]
-        if not lines: raise SuiteError(f'{name}: a header, and no puzzle below it')
+    if kind == 'lichess' and 'FEN' in (header := next(csv.reader([first[1]]))):
+        columns = header
+        if (first := next(rows, None)) is None: raise SuiteError(f'{name}: a header, and no puzzle below it')
     reader = {'lichess': lambda line, _: lichess_puzzle(dict(zip(columns, next(csv.reader([line]))))),
               'epd': epd_puzzle, 'bigbench': bigbench_puzzle}[kind]
-    for number, line in lines[:limit]:
+    for number, line in islice(chain([first], rows), limit):
         try:
             puzzles.append(reader(line, str(number)))
             for question in puzzles[-1].questions: policy_prompt(question.fen)
@@ -205,7 +212,7 @@ def read_puzzles(
     if not path.is_file():
         raise SuiteError(f'no suite at {str(path)!r}: give a Lichess CSV, EPD or BIG-bench file, plain or .gz')
     with text_file(path) as file:
-        return parse_puzzles(file.read(), path.name, limit)
+        return parse_puzzles(file, path.name, limit)
 
 # %% ../nbs/17_suites.ipynb #34d507e5
 Player = Callable[[Sequence[str]], list[PolicyAnswer]]  # FENs in, one answer each

@@ -105,7 +105,7 @@ def test_epd_round_trip(seed, graded, data):
     points = data.draw(st.dictionaries(st.sampled_from(legal), st.integers(1, 100).map(float), min_size=1)) if graded else {}
     puzzle = Puzzle(data.draw(st.sampled_from(['a', 'STS(v1.0) Undermine.001', 'with; semicolon', '7'])), 'epd',
                     (Question(fen, frozenset(right), points),))
-    assert parse_puzzles(to_epd(puzzle)) == [puzzle]
+    assert parse_puzzles([to_epd(puzzle)]) == [puzzle]
 
 
 def test_epd_operations():
@@ -130,7 +130,7 @@ def test_bigbench_forms(row):
     assert puzzle == Puzzle('5', 'bigbench', (Question(SCHOLAR_FEN, frozenset({'h5f7'}), {}),))
     whole = json.dumps({'name': 'checkmate_in_one', 'examples': [row, row]}, indent=2)
     lines = '\n'.join([json.dumps(row)]*2)
-    assert parse_puzzles(whole) == parse_puzzles(lines) == [Puzzle(n, 'bigbench', puzzle.questions) for n in '12']
+    assert parse_puzzles(whole.splitlines()) == parse_puzzles(lines.splitlines()) == [Puzzle(n, 'bigbench', puzzle.questions) for n in '12']
 
 
 def test_bigbench_with_black_to_move():
@@ -149,6 +149,13 @@ def test_the_content_decides(tmp_path):
     path.write_bytes(gzip.compress(f'# comment\n{KQK[:-4]} bm Kg6;\r\n'.encode()))
     assert read_puzzles(path)[0].kind == 'epd'
     assert suite_format('P: 8/8') is None and suite_format('') is None
+
+
+def test_no_more_is_read_than_asked_for():
+    def lines():
+        yield from (line + '\n' for line in ('# comment', 'PuzzleId,FEN,Moves,Rating', LICHESS, LICHESS))
+        pytest.fail('a line too many')
+    assert len(parse_puzzles(lines(), limit=2)) == 2
 
 
 @pytest.mark.parametrize(('text', 'message'), [
@@ -186,7 +193,7 @@ def test_errors_name_file_line_and_value(text, message, tmp_path):
                                  LICHESS, SCHOLAR, '"target"', ' ', 'id', '\\', 'e2e4', '5']) | st.text(max_size=4), max_size=12).map(''.join))
 def test_any_text_is_a_suite_or_refused(text):
     try:
-        puzzles = parse_puzzles(text)
+        puzzles = parse_puzzles(text.splitlines())
     except SuiteError:
         return
     assert puzzles and all(q.right and q.right <= legal_moves(q.fen) for puzzle in puzzles for q in puzzle.questions)
@@ -346,7 +353,7 @@ def test_shipped_puzzles_are_new_positions_and_read_back(name):
     assert len(keys) == len({puzzle.id for puzzle in puzzles}) == len(puzzles) == 300
     assert not keys & seen_positions(sample for shipped_set in SHIPPED for sample in shipped(shipped_set))
     assert keys <= shipped_positions()
-    assert [parse_puzzles(to_epd(puzzle))[0] for puzzle in puzzles] == puzzles
+    assert parse_puzzles(map(to_epd, puzzles)) == puzzles
     for (question,) in (puzzle.questions for puzzle in puzzles):
         assert question.right and question.right <= legal_moves(question.fen)
 
@@ -663,7 +670,7 @@ def test_after_a_position_that_cannot_be_no_move_is_named():
 
 @pytest.mark.parametrize('ask', [
     lambda: self_play(None, None, []), lambda: self_play(None, None, [START], max_plies=0), lambda: play_match(None, None, []),
-    lambda: parse_puzzles('4k3/8/4K3/8/8/8/8/7R w - - bm Rh8#;', limit=-1),
+    lambda: parse_puzzles(['4k3/8/4K3/8/8/8/8/7R w - - bm Rh8#;'], limit=-1),
     lambda: suite_scores(solve(lambda fens: [PolicyAnswer() for _ in fens], shipped_puzzles('mates')[:1])[:0])])
 def test_nothing_to_play_to_read_or_to_score_is_said(ask):
     with pytest.raises(SuiteError, match='at least|no answer'): ask()
