@@ -161,7 +161,8 @@ def suite_lines(
     lines: Iterable[str],  # of a suite
 ) -> Iterator[tuple[int, str]]:  # (number from 1, line) without empty lines, comments; a BIG-bench task.json by example
     """The lines that hold puzzles, each read when it is asked for."""
-    numbered = ((number, line.rstrip('\r\n')) for number, line in enumerate(lines, 1) if line.strip() and line[0] != '#')
+    numbered = ((number, line.rstrip('\r\n')) for number, line in enumerate(lines, 1)
+                if line.strip() and line[0] != '#')
     if (first := next(numbered, None)) and first[1].lstrip().startswith('{'):
         whole = [first, *numbered]    # whether it is one object only its end can tell
         try:
