@@ -1,10 +1,12 @@
 """What is each part of nano's pre-training worth? Short runs, each with one part left out or changed.
 
     python benchmarks/pretrain_recipe.py --folder work/recipe --csv nbs/results/pretrain_recipe.csv
+    python benchmarks/pretrain_recipe.py recipe "no probes" "no verdicts" --model V3 --steps 8000 --lr 0.004 --folder work/sight --csv nbs/results/pretrain_sight.csv
 
-Every run begins with random weights and sees the same number of tokens of the same data (made once, in --folder: P: and A: shards with the settings of `rookworld pretrain`, and positions that are none of the package's).
-Two runs go side by side, on a thread each. Each ends with greedy answers to the held-out positions that the package ships, and to its rare moves (task `A rare`). Killed and started again it goes on from the last
-checkpoint of each run. The CSV has a row for each run and metric: the mean over the answers, and over how many.
+The runs of a study begin with random weights, or those of --model, and see the same number of tokens of the same data (made once, in --folder, with the settings of `rookworld pretrain`; none of the positions that the package
+ships). Two runs go side by side, on a thread each. Each ends with greedy answers to the shipped held-out positions, to the shipped rare moves (task `A rare`) and to --moves others that were kept apart (`A mix`: rare
+kinds as frequent as in pre-training), and with the loss on 200 rows of each kind (`P rows` ...). Killed and started again it goes on from the last checkpoint of each run. The CSV has a row for each run and metric: the mean
+over the answers, and over how many.
 """
 import argparse
 import dataclasses
@@ -19,8 +21,9 @@ import pandas as pd
 import torch
 from rookworld_nb import pretrain
 from rookworld_nb.evaluate import evaluate, summarise
-from rookworld_nb.positions import shipped
+from rookworld_nb.positions import read_lines, shipped
 from rookworld_nb.pretrain import PretrainConfig, board_tokenizer, prepare
+from rookworld_nb.weights import load_pretrained
 
 weighted = pretrain.token_weights
 
@@ -63,7 +66,19 @@ def with_rows(config, folder):
     return dataclasses.replace(config, output_dir=str(place))
 
 
-def one_run(config, arm, seed, folder):
+def measured(model, tokenizer, held, moves):
+    "Rows of task, metric, mean and n: greedy answers to positions, and the loss on rows."
+    tables = []
+    for task, samples in {None: shipped('heldout'), 'A rare': shipped('stress'), 'A mix': moves}.items():
+        table = summarise(evaluate(model, tokenizer, samples)).reset_index()
+        tables.append(table.assign(task=task or table['task'])[['task', 'metric', 'mean', 'n']])
+    figures = pretrain.validate(model, held, tokenizer)
+    rows = [(f'{kind} rows', metric, value, len(held[kind])) for _, kind, metric, value in
+            ((*name.split('/'), value) for name, value in figures.items())]
+    return pd.concat([*tables, pd.DataFrame(rows, columns=['task', 'metric', 'mean', 'n'])])
+
+
+def one_run(config, arm, seed, folder, moves):
     "Train as an arm says, and measure the model; the table of a finished run is kept."
     place = folder/f'{arm}, seed {seed}'
     place.mkdir(exist_ok=True)
@@ -74,17 +89,13 @@ def one_run(config, arm, seed, folder):
     config = dataclasses.replace(config, output_dir=str(place), seed=seed)
     with ExitStack() as stack:
         for name, value in changed.items(): stack.enter_context(patch(name, value))
-        steps = list(pretrain.train(config, rows, tokenizer, held))
-    model, tokenizer = pretrain.load_pretrained(str(place/'model'))
-    parts = {'usual': shipped('heldout'), 'rare': shipped('stress')}
-    tables = [summarise(evaluate(model, tokenizer, samples)).reset_index() for samples in parts.values()]
-    tables[1]['task'] = 'A rare'
-    table = pd.concat(tables)[['task', 'metric', 'mean', 'n']]
-    table.insert(0, 'seconds_a_step', pd.Series([row['seconds'] for row in steps]).median())
-    table.insert(0, 'parameters', sum(p.numel() for p in model.parameters()))
-    for name in ('batch_tokens', 'steps'): table.insert(0, name, getattr(config, name))
-    table.insert(0, 'seed', seed)
-    table.insert(0, 'arm', arm)
+        seconds = [row['seconds'] for row in pretrain.train(config, rows, tokenizer, held)]
+    model, tokenizer = load_pretrained(str(place/'model'))
+    kept = [sample for path in sorted((folder/'prompts').glob('env-*.txt')) for sample in read_lines(path)[0]]
+    table = measured(model, tokenizer, held, kept[:moves])
+    about = {'arm': arm, 'seed': seed, 'steps': config.steps, 'batch_tokens': config.batch_tokens,
+             'parameters': sum(p.numel() for p in model.parameters()), 'seconds_a_step': pd.Series(seconds).median()}
+    table = table.assign(**about)[[*about, *table.columns]]
     table.to_csv(file, index=False, float_format='%.6g')
     return table
 
@@ -93,19 +104,22 @@ def main():
     options = argparse.ArgumentParser(description=__doc__.partition('\n')[0], epilog='parts: ' + ', '.join(ARMS))
     options.add_argument('arms', nargs='*', metavar='PART', help='all, if none is named')
     options.add_argument('--folder', type=Path, default=Path('work/recipe'), help='data and runs')
+    options.add_argument('--model', help='start from its weights; random ones, if not given')
     options.add_argument('--steps', type=int, default=2000, help='of each run')
+    options.add_argument('--lr', type=float, default=PretrainConfig.lr, help='peak learning rate')
     options.add_argument('--seeds', type=int, default=2, help='runs of each arm')
+    options.add_argument('--moves', type=int, default=3000, help='A: moves kept apart')
     options.add_argument('--processes', type=int, default=2, help='runs side by side')
     options.add_argument('--csv', type=Path, help='table to write')
     options = options.parse_args()
     if unknown := set(options.arms) - set(ARMS): raise SystemExit(f'{", ".join(unknown)}: valid are {", ".join(ARMS)}')
-    config = PretrainConfig(steps=options.steps, shards=60, seed=12, threads=1, bf16=True, processes=options.processes)
+    config = PretrainConfig(steps=options.steps, lr=options.lr, model=options.model, shards=60, seed=12, threads=1, bf16=True, processes=options.processes)
     arms = options.arms or [*ARMS]
     for best_first in {ARMS[arm][0].get('best_first', True) for arm in arms}:    # before anybody works side by side
         prepare(with_rows(dataclasses.replace(config, best_first=best_first), options.folder), board_tokenizer())
     jobs = [(arm, seed) for seed in range(1, options.seeds + 1) for arm in arms]
     with ProcessPoolExecutor(options.processes, multiprocessing.get_context('spawn')) as pool:
-        futures = [pool.submit(one_run, config, arm, seed, options.folder) for arm, seed in jobs]
+        futures = [pool.submit(one_run, config, arm, seed, options.folder, options.moves) for arm, seed in jobs]
         for future in futures:
             table = future.result()
             print(time.strftime('%H:%M'), *table.iloc[0][['arm', 'seed']], table.set_index(['task', 'metric'])['mean'].round(3).to_dict(), flush=True)

@@ -82,10 +82,10 @@ class CountingTask:
 # %% ../nbs/13_buffer.ipynb #e826094c
 def counting_policy(
     steps: int = 80,      # of pre-training
-    right: float = 0.3,   # share of the lines that are right; the others hold random digits
+    right: float = 0.3,   # share of the lines it learns from that are right; the others hold random digits
     seed: int = 0,        # of weights and lines; the global random numbers are left alone
 ) -> GPT:                 # 2 layers, 32 wide, 13 words, 8 positions
-    "A tiny policy that knows the form of `CountingTask`'s answers, and about `right` of the answers."
+    "A tiny policy that knows the form of `CountingTask`'s answers and little more than chance of their digits."
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=32, vocab_size=13, n_positions=8))

@@ -141,7 +141,8 @@ def trainer_part(
     return part_of(
         TrainerConfig, config, kl=part_of(KLConfig, config), clip_low=config.clip_range,
         clip_high=config.clip_range if config.clip_range_high is None else config.clip_range_high,
-        warmup_steps=min(config.warmup_steps, config.steps - 1), identity_tolerance=1e-3 if exact else .1)
+        warmup_steps=min(config.warmup_steps, config.steps - 1),
+        identity_tolerance=(1e-3 if exact else .1)*max(1., .7/config.temperature))    # rounded logits, divided by it
 
 # %% ../nbs/20_config.ipynb #853f1dea
 def collector_part(
@@ -275,7 +276,7 @@ class TrainConfig(HardwareConfig, UpdateOptions, RewardOptions, PromptOptions): 
         if self.credit == 'part' and (asked := whole_answers(self)):
             raise RunError(f'--credit part: whole answers are needed for {" and ".join(asked)}; say --credit answer')
         full = self if None not in (getattr(self, name) for name in OPEN) else self.for_size(SMALL)
-        full.trainer, full.collector, full.buffer, full.rewards    # each checks its own part
+        full.collector, full.trainer, full.buffer, full.rewards    # each checks its own part; the second divides by T
         if self.batch_positions is not None and not self.auto_batch_size:    # else it is searched for
             check_room(full.buffer, self.batch_positions)
 

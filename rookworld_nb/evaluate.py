@@ -6,8 +6,8 @@
 __all__ = ['REWARD', 'MULTIPV', 'POLICY_METRICS', 'ENV_METRICS', 'TASK_METRICS', 'EVAL_CLIP', 'ROUNDING', 'CLASSES', 'KEYS',
            'HELDOUT_COLUMNS', 'FEW', 'RECALL_COLUMNS', 'TaskMetric', 'clip_pawns', 'best_move_metrics',
            'policy_metrics', 'move_class', 'env_metrics', 'EvaluationError', 'metrics_table', 'completions', 'evaluate',
-           'chance_line', 'bootstrap_interval', 'wilson_interval', 'mean_interval', 'by_prompt', 'summarise',
-           'select_rows', 'recall_table', 'Difference', 'paired_difference', 'compare']
+           'chance_line', 'bootstrap_interval', 'wilson_interval', 'student_t', 'mean_interval', 'by_prompt',
+           'summarise', 'select_rows', 'recall_table', 'Difference', 'paired_difference', 'compare']
 
 # %% ../nbs/16_evaluate.ipynb #fd3de141
 import math
@@ -290,6 +290,15 @@ def wilson_interval(
 FEW = 10    # prompts' worth of successes, or of failures, below which the bootstrap of a share is not trusted
 
 
+def student_t(
+    n: int,     # values that a standard error is calculated from, at least 2
+) -> float:     # standard errors on either side of their mean that hold 95 %: 1.96 for many
+    """The .975 quantile of Student's t with n - 1 degrees of freedom (Abramowitz and Stegun 1964, 26.7.5)."""
+    z, m = 1.96, n - 1
+    terms = ((z**3 + z)/4, (5*z**5 + 16*z**3 + 3*z)/96, (3*z**7 + 19*z**5 + 17*z**3 - 15*z)/384)
+    return z + sum(term/m**power for power, term in enumerate(terms, 1))
+
+
 def mean_interval(
     values: np.ndarray,     # (n,) one value a unit, NaN left out
     shares: bool = True,    # yes and no, or fractions between; False: any measure, which may happen to be 0 and 1
@@ -302,7 +311,10 @@ def mean_interval(
     if shares and len(values) and (few or np.isin(values, (0, 1)).all()):
         low, high = wilson_interval(values.sum(), len(values))
     elif len(values) and np.ptp(values) > ROUNDING:
-        low, high = bootstrap_interval(values, resamples, seed)
+        n, mean = len(values), values.mean()
+        wider = student_t(n)/1.96*math.sqrt(n/(n - 1))    # few values look more alike than they are
+        low, high = (mean + wider*(end - mean) for end in bootstrap_interval(values, resamples, seed))
+        if shares: low, high = max(0., low), min(1., high)
     else:
         low = high = math.nan    # the bootstrap would claim certainty
     return {'mean': float(values.mean()) if len(values) else math.nan, 'low': low, 'high': high, 'n': len(values)}

@@ -255,7 +255,7 @@ def grpo_loss(
     clip_high: float = 0.2,          # PPO range above 1, >= 0
     kl_coef: float = 0.0,            # weight of the KL term, >= 0
     kl_estimator: str = 'kl3',       # kl1 | kl2 | kl3 from sampled tokens, forward | reverse | symmetric: see token_kl
-    kl_unbiased: bool = True,        # reweight the estimate: with token ratios its gradient is that of KL(pi || ref)
+    kl_unbiased: bool = True,        # reweight a sampled estimate: its gradient is then that of KL(pi || ref)
     loss_type: str = 'dapo',         # grpo | bnpo | dr_grpo | dapo
     importance_level: str = 'token',  # token | sequence
     max_completion_length: int | None = None,  # tokens, needed by dr_grpo alone

@@ -41,12 +41,13 @@ from matplotlib.ticker import MaxNLocator, MultipleLocator
 
 from . import __version__
 from .config import BY_SIZE, SMALL, TrainConfig
-from .evaluate import ROUNDING, TASK_METRICS
+from .evaluate import ROUNDING, TASK_METRICS, student_t
 from .monitor import (
     BAND, BLUE, COLOURS, FAINT, INK, LIGHT_COLOURS, MUTED, ORANGE, STYLE, TABLE_COLUMNS, Curves, Light, Panel, Picture,
     column, dress, lights, metric_for, metric_rows, overall, plain, plot_curves, read_completions, values_of,
     view_limits, write_atomic)
 from .positions import spread
+from .rewards import usual_reward
 from .run import SHOWN, read_events
 
 # %% ../nbs/23_report.ipynb #40a214f1
@@ -228,7 +229,8 @@ def comparison(
         raise ReportError(f'summary.json: the comparison is no table of numbers: {error}') from None
     table['z'] = table['z'].mask(np.isinf(table['z']) | (table['standard_error'] <= ROUNDING))    # of older runs
     good = table['z']*np.where(table['metric'].isin(LOWER_IS_BETTER), -1, 1)
-    table['verdict'] = np.select([good >= SIGNIFICANT, good <= -SIGNIFICANT], ['better', 'worse'], '')
+    limit = [max(SIGNIFICANT, student_t(n)) if n > 1 else math.inf for n in table['n']]    # of few prompts a larger one
+    table['verdict'] = np.select([good >= limit, good <= np.negative(limit)], ['better', 'worse'], '')
     return table.iloc[sorted(range(len(table)), key=lambda i: rank(table.iloc[i]))].reset_index(drop=True)
 
 # %% ../nbs/23_report.ipynb #5289d60e
@@ -257,7 +259,8 @@ def plot_differences(
             for i, (each, colour) in enumerate(zip(temperatures, cycle((BLUE, ORANGE, MUTED)))):
                 rows = part[part['temperature'] == each]
                 places = [names.index(name) + .26*(i - (len(temperatures) - 1)/2) for name in rows['metric']]
-                axes.errorbar(rows['difference'], places, xerr=1.96*rows['standard_error'], fmt='o', ms=5, color=colour)
+                errors = rows['standard_error']*[student_t(n) if n > 1 else math.nan for n in rows['n']]
+                axes.errorbar(rows['difference'], places, xerr=errors, fmt='o', ms=5, color=colour)
                 flat = ~(rows['standard_error'] > 0).to_numpy()    # no spread
                 hollow = {'ms': 5, 'color': colour, 'mfc': 'white', 'zorder': 3}
                 axes.plot(rows['difference'][flat], np.array(places)[flat], 'o', **hollow)
@@ -520,8 +523,8 @@ KL_ROUNDING = 1e-5  # nats per token
 def identity_tolerance(
     config: Mapping[str, Any],  # config.json; what it lacks has its default
 ) -> float:  # largest |ratio - 1| before the first update
-    "The limit of the start-up check, which depends on the precision of the run."
-    precision = {name: config[name] for name in ('bf16', 'matmul_precision') if name in config}
+    "The limit of the start-up check, which depends on precision and temperature of the run."
+    precision = {name: config[name] for name in ('bf16', 'matmul_precision', 'temperature') if name in config}
     try:
         return TrainConfig(**precision).for_size(SMALL).trainer.identity_tolerance
     except ValueError as error:
@@ -725,7 +728,9 @@ def changes_section(
     shown, step = is_shown(table), run.summary.get('steps', run.done)
     first, rest = ([change_row(row) for row in part.to_dict('records')] for part in (table[shown], table[~shown]))
     able = int(table['z'].notna().sum())
-    note = (f'Held-out prompts, each compared with itself. Marked where |z| is at least {SIGNIFICANT:g}. If nothing '
+    note = (f'Held-out prompts, each compared with itself. Marked where |z| is at least {SIGNIFICANT:g} (of few '
+            'prompts more, by the t distribution). '
+            'If nothing '
             f'had changed, about {able/20:.1f} of the {able} rows with a z would be marked all the same, in clumps: '
             'metrics of the same answers move together. Judge by the reward at the training temperature.')
     more = element('summary', f'{len(rest)} more metrics, the surest change first')
@@ -820,14 +825,15 @@ def settings_section(
                for name, value in changed_settings(run.config).items()]
     whole = [[name, as_word(value)] for name, value in run.config.items()]
     differing = table_of(['setting', 'value', 'default'], changed) if changed else element('p', 'All are the defaults.')
-    note = ('It writes a folder of its own; '
-            + ('this run was steered by hand, and the command repeats it without that.' if read_events(run.folder) else
-               'the same seed on the same kind of machine gives the same numbers, unless the run was made longer.'))
+    pay = read_object(run.folder/'origin.json').get('paid_by', usual_reward.__name__)
+    note = 'the same seed on the same kind of machine gives the same numbers, unless the run was made longer.'
+    if read_events(run.folder): note = 'this run was steered by hand, and the command repeats it without that.'
+    if pay != usual_reward.__name__: note = f'this run was paid by {pay}, which only train(config, pay={pay}) knows.'
     return section(
         'Settings', differing,
         element('details', element('summary', f'All {len(whole)} settings'), table_of(['setting', 'value'], whole)),
         element('h3', 'The same run again'), element('pre', command_line(run.config), class_='command'),
-        element('p', note))
+        element('p', 'It writes a folder of its own; ' + note))
 
 # %% ../nbs/23_report.ipynb #1d2cf3f6
 PAGE_STYLE = """

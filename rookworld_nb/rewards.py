@@ -10,7 +10,7 @@ __all__ = ['Shaping', 'ADDITIVE', 'Scaling', 'RANGES', 'POSITIVE', 'PARTS', 'SET
            'shape_reward', 'MissingTarget', 'BadTarget', 'Analyser', 'stored_truth', 'rules_truth', 'engine_truth',
            'find_truth', 'RunningNorm', 'running_norms', 'blend_shares', 'component_row', 'component_table',
            'EngineSilent', 'engine_questions', 'Scores', 'PatientEngine', 'find_truths', 'judge_rows', 'usual_reward',
-           'final_rewards', 'RewardScorer']
+           'name_of', 'ask_pay', 'final_rewards', 'RewardScorer']
 
 # %% ../nbs/05_rewards.ipynb #b4f48dd3
 import logging
@@ -279,7 +279,7 @@ def judge_policy(
     rungs = (legal > 0, len(answer.evals) > 0, min(legal, len(answer.evals)) > listed/2)
     return Judged('P', scores, bool(answer.moves and answer.evals and answer.best), rungs, truth)
 
-# %% ../nbs/05_rewards.ipynb #fdb62e55
+
 def judge_env(
     text: str,          # a completion, whatever it says
     truth: EnvStep,     # the right answer
@@ -589,6 +589,32 @@ def usual_reward(
     return components['reward']
 
 
+def name_of(
+    pay: Callable,  # a function, an object that can be called, or a `partial` of one
+) -> str:
+    """What a way to pay is called, in messages and in the record of a run."""
+    while isinstance(pay, partial): pay = pay.func
+    return getattr(pay, '__qualname__', type(pay).__qualname__)
+
+
+def ask_pay(
+    pay: Callable[..., Sequence[float]],  # as `usual_reward`
+    prompts: Sequence[str],      # N
+    completions: Sequence[str],  # N
+    components: pd.DataFrame,    # N rows; stays as it is
+) -> list[float]:                # N rewards
+    """Ask a function of somebody's own; what is not N numbers is refused."""
+    given = pay(prompts, completions, components.copy())
+    try:
+        rewards = [float(reward) for reward in given]
+    except (TypeError, ValueError):
+        rewards = []
+    if len(rewards) != len(completions):
+        raise ValueError(f'pay={name_of(pay)}: a number for each of {len(completions)} answers is needed; '
+                         f'it gave {" ".join(repr(given).split())[:120]}')
+    return rewards
+
+# %% ../nbs/05_rewards.ipynb #c2aa8bfe
 def final_rewards(
     components: pd.DataFrame,       # table of components, N rows
     norms: dict[str, RunningNorm],  # running averages by task; empty leaves the rewards as they are
@@ -626,7 +652,7 @@ class RewardScorer:
         """Find every truth, score every completion, count the call."""
         judged = self.spread(partial(judge_rows, self.patient, self.cfg), prompts, completions, targets)
         components, self.step = component_table(judged, self.cfg, self.step), self.step + 1
-        components['reward'] = self.pay(prompts, completions, components)
+        components['reward'] = ask_pay(self.pay, prompts, completions, components)
         return Scores(final_rewards(components, self.norms if self.cfg.normalize else {}), components, judged)
 
     def for_evaluation(self) -> 'RewardScorer':

@@ -7,10 +7,10 @@ __all__ = ['logger', 'SIGHT', 'ENDINGS', 'SHOWN', 'apart_from_evaluation', 'trai
            'both_devices', 'warn_weightless', 'paid_by', 'open_engine', 'announced', 'collector_of', 'Setup',
            'updates_per_batch', 'prompts_to_draw', 'planned_work', 'trial_run', 'memory_components', 'profile_batches',
            'choose_batch', 'examine', 'glance', 'run_summary', 'finish', 'origin_of', 'run_state', 'save_run',
-           'restore_run', 'resumed_config', 'asked_for', 'NoWriter', 'interrupted_afterwards',
-           'terminated_as_interrupted', 'make_folder', 'alone_in', 'check_settled', 'alone_and_current', 'writer_of',
-           'starting_config', 'Run', 'next_row', 'write_events', 'is_event', 'read_events', 'levers', 'steer',
-           'closing_table', 'first_update_line', 'train']
+           'check_origin', 'read_origin', 'restore_run', 'resumed_config', 'asked_for', 'NoWriter',
+           'interrupted_afterwards', 'terminated_as_interrupted', 'make_folder', 'alone_in', 'check_settled',
+           'alone_and_current', 'writer_of', 'starting_config', 'Run', 'next_row', 'write_events', 'is_event',
+           'read_events', 'levers', 'steer', 'closing_table', 'first_update_line', 'train']
 
 # %% ../nbs/22_run.ipynb #b15f4c93
 import copy
@@ -21,7 +21,7 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import asdict, fields, replace
 from functools import partial
@@ -43,11 +43,11 @@ from .hardware import (
     ALONE, SIZES, KeptForBackward, Ranks, adam_bytes, agree, kv_cache_bytes, prepare_model, search_batch,
     set_allocator, tensor_bytes, torch_device, trim_memory, unchanged, use_hardware)
 from .model import GPT
-from .monitor import RunFolder, RunWriter, read_metrics, save_reward_curve, write_atomic
+from .monitor import RunFolder, RunWriter, read_metrics, save_reward_curve, write_atomic, write_json
 from .positions import (
     DataError, PromptMix, Sample, apart_from, by_task, is_rare, locked, read_lines,
     shipped, shipped_positions, spread, warn_malformed)
-from .rewards import PatientEngine, RewardScorer, engine_questions, usual_reward
+from .rewards import PatientEngine, RewardScorer, engine_questions, name_of, usual_reward
 from .rules import LABEL_NODES, Stockfish
 from .trainer import Trainer, restore_trainer, trainer_state
 from .weights import load_pretrained
@@ -154,7 +154,7 @@ def paid_by(
         warn_weightless(config)
         return config
     if config.credit == 'part':
-        raise RunError(f'--credit part: {pay.__qualname__} pays whole answers; say --credit answer')
+        raise RunError(f'--credit part: {name_of(pay)} pays whole answers; say --credit answer')
     return replace(config, credit='answer')
 
 # %% ../nbs/22_run.ipynb #6f5a0e3f
@@ -262,7 +262,7 @@ def planned_work(
     config, prompts, updates = run.config, run.prompts.batch_positions, updates_per_batch(run)
     batches, device = math.ceil(config.steps/updates), next(run.model.parameters()).device
     completions = batches*prompts*config.group_size
-    whole = whole_answers(config) + [f'pay={run.pay.__qualname__}']*(run.pay is not usual_reward)
+    whole = whole_answers(config) + [f'pay={name_of(run.pay)}']*(run.pay is not usual_reward)
     least = 'at least ' if config.buffer_capacity > 1 or config.drop_tied else ''    # more as the buffer finds it
     return (f'{config.model} on {device}: {config.steps} updates, {updates} on each of {least}{batches} '
             f'batches of {prompts} prompts x {config.group_size} completions = {least}{completions} completions '
@@ -387,7 +387,7 @@ def origin_of(
     "What a run starts with."
     texts = (text for sample in run.samples for text in (sample.prompt, sample.completion))
     return {'reference': fingerprint(model_bytes(run.reference)), 'data': fingerprint(texts),
-            'paid_by': run.pay.__qualname__}
+            'paid_by': name_of(run.pay)}
 
 
 def run_state(
@@ -416,6 +416,30 @@ def save_run(
     run.sums = checkpoint_sums(run.folder)
 
 # %% ../nbs/22_run.ipynb #b8a98820
+def check_origin(
+    run: 'Run',                # newly set up
+    began: Mapping[str, Any],  # what is known of how the run in its folder began
+) -> None:
+    "Refuse to go on with another reference, other prompts or another reward."
+    of_run = f'the run in {run.folder}'
+    for name, what in (('reference', f'--model {run.config.model}'), ('data', f'--data {run.config.data}')):
+        if began.get(name, run.origin[name]) != run.origin[name]:
+            raise RunError(f'{what}: not what {of_run} began with')
+    if (before := began.get('paid_by', name_of(usual_reward))) != run.origin['paid_by']:
+        raise RunError(f'pay={run.origin["paid_by"]}: {of_run} is paid by {before}; give that')
+
+
+def read_origin(
+    folder: Path,  # a run folder
+) -> dict[str, Any]:  # nothing, where an older version began it
+    "How a run began, from origin.json."
+    path = folder/'origin.json'
+    try:
+        return json.loads(path.read_text(encoding='utf-8')) if path.exists() else {}
+    except ValueError as error:
+        raise RunError(f'--resume: {path} is not JSON: {error}') from None
+
+# %% ../nbs/22_run.ipynb #b6df323d
 def restore_run(
     run: 'Run',  # newly set up
 ) -> None:
@@ -424,14 +448,11 @@ def restore_run(
     run.ranks.gather(None)    # nobody looks before that is done
     run.sums = checkpoint_sums(run.folder)    # before one is read: what another run writes from here on is noticed
     if (found := newest_checkpoint(run.folder)) is None:
+        check_origin(run, read_origin(run.folder))
         if run.ranks.first: logger.warning('no checkpoint in %s yet: the run begins again', run.folder)
         return
     path, state = found
-    for name, what in (('reference', f'--model {run.config.model}'), ('data', f'--data {run.config.data}')):
-        if state[name] != run.origin[name]:
-            raise RunError(f'{what}: not what the run in {run.folder} started with')
-    if (before := state.get('paid_by', usual_reward.__qualname__)) != run.origin['paid_by']:
-        raise RunError(f'pay={run.origin["paid_by"]}: the run in {run.folder} is paid by {before}; give that')
+    check_origin(run, state)
     run.model.load_state_dict(load_pretrained(str(path))[0].state_dict())
     restore_trainer(run.trainer, state['trainer'])
     restore_collector(run.collector, state['collector'])
@@ -596,6 +617,8 @@ def writer_of(
     "What keeps the run folder, on the process that writes."
     if not run.ranks.first:
         return NoWriter()
+    make_folder(run.folder)
+    write_json(run.folder/'origin.json', run.origin)
     if run.config.resume:
         sweep(run.folder)
         cut_logs(run.folder, run.trainer.step)
@@ -734,6 +757,8 @@ def steer(
     step, now = run.trainer.step, levers(run)
     if wish not in (*now, 'checkpoint', 'pause', 'resume', 'stop'):
         raise RunError(f'{wish!r} cannot be done by hand; valid: {", ".join(now)}, checkpoint, pause, resume, stop')
+    if wish == 'checkpoint' and not (run.folder/'config.json').exists():
+        raise RunError('checkpoint: the run has not begun; there is nothing to resume before its first step')
     moved = {'before': now[wish], 'value': value} if wish in now else {}
     above = wish == 'lr_scale'    # 0 would end all learning
     if moved and not (isinstance(value, (int, float)) and 0 <= value < math.inf and (value or not above)):

@@ -88,7 +88,8 @@ def lichess_puzzle(
         if number % 2:
             questions.append(Question(board.fen(), mating_moves(board) | {move.uci()}, {}))
         board.push(move)
-    return Puzzle(row['PuzzleId'], 'lichess', tuple(questions), int(row['Rating']) if row.get('Rating') else None)
+    rating = round(float(row['Rating'])) if row.get('Rating') else None
+    return Puzzle(row['PuzzleId'], 'lichess', tuple(questions), rating)
 
 # %% ../nbs/17_suites.ipynb #529c3bf1
 COUNTERS = re.compile(r'^(\S+ [wb] \S+ \S+) (\d+) (\d+)(?=\s)')  # some files keep the FEN's counters
@@ -199,7 +200,7 @@ def parse_puzzles(
         try:
             puzzles.append(reader(line, str(number)))
             for question in puzzles[-1].questions: policy_prompt(question.fen)
-        except (ValueError, AttributeError, TypeError, csv.Error, RecursionError) as error:
+        except (ValueError, AttributeError, TypeError, OverflowError, csv.Error, RecursionError) as error:
             raise SuiteError(f'{name}, line {number}: {error}: {line[:200]!r}') from None
     return puzzles
 

@@ -14,7 +14,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from rookworld_nb.evaluate import (CLASSES, HELDOUT_COLUMNS, KEYS, TASK_METRICS, EvaluationError,
                                    bootstrap_interval, by_prompt, chance_line, compare, env_metrics, evaluate, mean_interval,
                                    metrics_table, move_class, paired_difference, policy_metrics, recall_table,
-                                   summarise, wilson_interval)
+                                   student_t, summarise, wilson_interval)
 from rookworld_nb.model import GPT, GPTConfig
 from rookworld_nb.positions import OUTCOMES, Sample, shipped
 from rookworld_nb.rewards import RewardConfig, RewardScorer
@@ -261,6 +261,19 @@ def test_bootstrap_interval_covers_and_is_seeded():
     assert bootstrap_interval(values, seed=3) == bootstrap_interval(values, seed=3) != bootstrap_interval(values, seed=4)
     half = np.diff(bootstrap_interval(values, 4000))[0]/2
     assert half == pytest.approx(1.96*values.std()/math.sqrt(50), rel=.1)
+
+
+@pytest.mark.parametrize(('n', 'least'), [(3, .84), (5, .88), (20, .89)])
+def test_the_interval_of_few_values_covers_as_that_of_many(n, least):
+    rng = np.random.default_rng(1)
+    for draw, mean in ((lambda: rng.normal(size=n), 0), (lambda: rng.geometric(.05, size=n).astype(float), 20)):
+        found = [mean_interval(draw(), False, 200) for _ in range(300)]
+        assert least <= sum(each['low'] <= mean <= each['high'] for each in found)/300    # the bootstrap alone: .72, .81 and .91
+
+
+def test_student_t():
+    table = {3: 4.303, 5: 2.776, 11: 2.228, 31: 2.042, 1001: 1.962}    # of any book
+    assert all(student_t(n) == pytest.approx(value, rel=.035 if n == 3 else .003) for n, value in table.items())
 
 
 def test_wilson_interval():

@@ -110,8 +110,8 @@ def test_bf16_rounds_the_blocks_and_nothing_else():
 def test_the_first_update_check_knows_what_rounding_may_do():
     tolerance = {name: TrainConfig(**setting).for_size(1).trainer.identity_tolerance for name, setting in {
         'exact': {}, 'highest': {'matmul_precision': 'highest'}, 'bf16': {'bf16': True}, 'TF32': {'matmul_precision': 'high'},
-        'medium': {'matmul_precision': 'medium'}}.items()}
-    assert tolerance == {'exact': 1e-3, 'highest': 1e-3, 'bf16': .1, 'TF32': .1, 'medium': .1}
+        'medium': {'matmul_precision': 'medium'}, 'hot': {'temperature': 2.}, 'cold': {'bf16': True, 'temperature': .35}}.items()}
+    assert tolerance == {'exact': 1e-3, 'highest': 1e-3, 'bf16': .1, 'TF32': .1, 'medium': .1, 'hot': 1e-3, 'cold': .2}
 
 
 def test_the_three_adamws_compute_the_same():

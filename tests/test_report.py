@@ -45,7 +45,7 @@ def compared(task: str, temperature: float, metric: str, difference: float, z: f
             'difference': difference, 'standard_error': error, 'z': z, 'n': 48, 'chance': None}
 
 
-COMPARISON = [compared('A', 0., 'reward', .0123, 1.9), compared('P', 0., 'reward', .0456, 2.0), compared('P', 1., 'eval_error', .2, 5.1),
+COMPARISON = [compared('A', 0., 'reward', .0123, 1.9), compared('P', 0., 'reward', .0456, 2.1), compared('P', 1., 'eval_error', .2, 5.1),
               compared('P', 1., 'right_count', .03, -.4), compared('P', 1., 'reward', -.0789, -3.3), compared('A', 1., 'reward', .01, None, 0.)]
 
 
@@ -133,6 +133,12 @@ def test_a_difference_without_any_spread_is_unmeasured():
     rows = [compared('P', 1., 'reward', .1, None, 0.), compared('P', 1., 'parsed', -.1, None, 0.), compared('P', 1., 'best_legal', 0., None, 0.)]
     table = comparison({'comparison': rows})
     assert table['z'].isna().all() and list(table['verdict']) == ['', '', '']
+
+
+def test_few_prompts_need_a_larger_z():
+    rows = [compared('P', 1., name, .1, 2.2, .045) | {'n': n} for name, n in (('reward', 1000), ('parsed', 8), ('best_legal', 2))]
+    table = comparison({'comparison': rows}).set_index('metric')
+    assert table['verdict'].to_dict() == {'reward': 'better', 'parsed': '', 'best_legal': ''}
 
 
 def test_more_false_alarms_are_worse():

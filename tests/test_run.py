@@ -1,4 +1,5 @@
 "The main job from configuration to run folder, on the embedded model, very short."
+import functools
 import hashlib
 import itertools
 import json
@@ -769,10 +770,9 @@ def test_the_adaptive_control_is_not_given_a_weight_that_it_cannot_move(tmp_path
 
 
 def test_a_folder_that_holds_the_leavings_of_another_run_is_refused(tmp_path):
-    for name, wish in (('events', ('kl_coef', .1)), ('checkpoint', ('checkpoint',))):
-        config = replace(SHORT, output_dir=str(tmp_path/name))
-        steer(Run(config), *wish)    # before its first step
-        with pytest.raises(RunError, match='holds a run already'): Run(config)
+    config = replace(SHORT, output_dir=str(tmp_path/'run'))
+    steer(Run(config), 'kl_coef', .1)    # before its first step
+    with pytest.raises(RunError, match='holds a run already'): Run(config)
 
 
 def test_a_diverged_run_that_is_given_more_steps_does_not_learn_from_the_failed_policy(tmp_path):
@@ -878,6 +878,51 @@ def test_a_run_with_a_reward_of_its_own_goes_on_with_nothing_else(tmp_path):
     list(Run(resumed_config(output_dir=str(folder), steps=3), pay=best_move).steps())
     assert [row['step'] for row in rows_of(folder)] == [1, 2, 3]
     with pytest.raises(RunError, match='--credit part: best_move pays whole answers'): Run(replace(SHORT, credit='part', output_dir=str(tmp_path/'x')), pay=best_move)
+
+
+class Half:
+    def __call__(self, prompts, completions, components):
+        components['remark'] = 'mine'    # a table of its own
+        return components['reward']/2
+
+
+def test_what_pays_may_be_any_callable_and_is_known_from_the_start(tmp_path):
+    paid = {}
+    for name, pay in (('partial', functools.partial(best_move)), ('Half', Half())):
+        run = Run(replace(TINY, output_dir=str(tmp_path/name)), pay=pay)
+        paid[name] = next(run.steps())['reward']
+        assert not list((tmp_path/name).glob('checkpoint-*')) and run.scorer.pay is pay
+        shutil.rmtree(tmp_path/name/'final_checkpoint')    # as if it had been killed
+        with pytest.raises(RunError, match=f'pay=usual_reward: .* is paid by {"best_move" if name == "partial" else name}'):
+            Run(resumed_config(output_dir=str(tmp_path/name)))
+    assert Run(resumed_config(output_dir=str(tmp_path/'Half')), pay=Half()).trainer.step == 0
+    assert paid['Half'] == pytest.approx(next(Run(replace(TINY, credit='answer', output_dir=str(tmp_path/'usual'))).steps())['reward']/2)
+
+
+@pytest.mark.parametrize(('given', 'shown'), [(None, 'it gave None'), (1., 'it gave 1.0'), ([1.], r'it gave \[1.0\]'), (['much']*9, "it gave .*'much'")])
+def test_what_is_no_number_for_each_answer_is_refused_by_name(tmp_path, given, shown):
+    def mine(prompts, completions, components): return given
+    run = Run(replace(TINY, output_dir=str(tmp_path/'run')), pay=mine)
+    with pytest.raises(ValueError, match=f'pay=.*mine: a number for each of .* answers is needed; {shown}'): next(run.steps())
+
+
+def test_before_the_first_checkpoint_too_a_run_goes_on_with_its_own_prompts(tmp_path):
+    folder = tmp_path/'run'
+    next(Run(replace(TINY, output_dir=str(folder))).steps())
+    shutil.rmtree(folder/'final_checkpoint')
+    origin = json.loads((folder/'origin.json').read_text())
+    (folder/'origin.json').write_text(json.dumps(origin | {'data': 'other'}))
+    with pytest.raises(RunError, match='--data None: not what the run in .* began with'): Run(resumed_config(output_dir=str(folder)))
+    (folder/'origin.json').write_text('{')
+    with pytest.raises(RunError, match='origin.json is not JSON'): Run(resumed_config(output_dir=str(folder)))
+    (folder/'origin.json').unlink()    # of an older version
+    assert Run(resumed_config(output_dir=str(folder))).trainer.step == 0
+
+
+def test_there_is_no_checkpoint_of_a_run_that_has_not_begun(tmp_path):
+    run = Run(replace(TINY, output_dir=str(tmp_path/'run')))
+    with pytest.raises(RunError, match='checkpoint: the run has not begun'): steer(run, 'checkpoint')
+    assert not (tmp_path/'run').exists()
 
 
 def test_a_reward_that_is_no_number_is_refused_before_anything_is_learned(tmp_path):

@@ -83,7 +83,7 @@ def test_a_lichess_line_asks_every_second_position(seed):
         fens.append(board.fen())
         moves.append(move.uci())
         board.push(move)
-    puzzle = lichess_puzzle({'PuzzleId': 'x', 'FEN': start, 'Moves': ' '.join(moves), 'Rating': '1500'})
+    puzzle = lichess_puzzle({'PuzzleId': 'x', 'FEN': start, 'Moves': ' '.join(moves), 'Rating': '1500.0'})
     assert [question.fen for question in puzzle.questions] == fens[1::2] and puzzle.rating == 1500
     for question, move in zip(puzzle.questions, moves[1::2]):
         assert question.right == {move} | {m for m in legal_moves(question.fen) if env_step(question.fen, m).reward == 1}
@@ -176,7 +176,7 @@ def test_no_more_is_read_than_asked_for():
     (LICHESS.replace(' b - ', ' w - '), 'line 1: .*h8g8'),
     ('PuzzleId,FEN,Moves\n' + LICHESS + '\nb,,e2e4', 'line 3: a Lichess puzzle needs FEN'),
     ('PuzzleId,FEN,Moves\nb', 'line 2: a Lichess puzzle needs FEN, Moves'),
-    (LICHESS.replace(',400,', ',high,'), "line 1: .*'high'"),
+    (LICHESS.replace(',400,', ',high,'), "line 1: .*'high'"), (LICHESS.replace(',400,', ',inf,'), 'line 1: .*infinity'),
     ('{"input": "1. e4"}', 'line 1: a BIG-bench example'), ('{"input": 3, "target": "e4"}', 'line 1: a BIG-bench example'),
     (json.dumps({'input': SCHOLAR, 'target': 'Qxh8#'}), 'line 1: .*Qxh8#'),
     (json.dumps({'input': '1. e4 e4', 'target': 'e5'}), "line 1: .*'e4'"),
