@@ -1,7 +1,5 @@
 # `make train` and `make test` are the two commands of the README. Each makes .venv, installs what it needs, and runs.
 SHELL := /bin/bash
-.SHELLFLAGS := -euo pipefail -c
-.ONESHELL:
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
 
@@ -18,21 +16,13 @@ unexport PYTHONDONTWRITEBYTECODE  # pip compiles nothing here: what is imported 
 
 .PHONY: help train test lab dev export notebooks readme
 help: ## this list
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1\t\2/p' Makefile | expand -t 18
+	@awk -F ':.*## ' '/^[a-z]*:.*## / {printf "make %-12s %s\n", $$1, $$2}' Makefile
 
 train: .venv/.runtime ## train with the shipped model and positions: make train ARGS="--steps 20 --seed 1"
 	@$(BIN)/rookworld train $(ARGS)
 
 test: .venv/.$(EXTRAS) ## every test: all notebooks, then tests/ (extra arguments for pytest: ARGS="-k cli")
-	@bash .ci/debian stockfish:stockfish:"tests that ask the engine" \
-	    chromium:"chromium fonts-dejavu-core":"tests in a real browser" || true
-	export OMP_NUM_THREADS=1
-	half='full_run'  # of the work in all notebooks: on the other core
-	timeout 900 $(BIN)/nbdev_test --file_re "$$half" --n_workers 1 & slow=$$!
-	trap "kill $$slow 2>/dev/null || true" EXIT
-	timeout 900 $(BIN)/nbdev_test --skip_file_re "^[_.]|$$half" --n_workers 1 --timing
-	$(BIN)/python -m pytest -q -n 2 --dist worksteal $(ARGS)
-	wait $$slow  # done long before
+	@bash .ci/test $(ARGS)
 
 lab: .venv/.$(EXTRAS) ## open JupyterLab on the notebooks
 	@cd nbs && ../$(BIN)/jupyter lab $(if $(filter 0,$(shell id -u)),--allow-root) $(ARGS)
@@ -40,18 +30,10 @@ lab: .venv/.$(EXTRAS) ## open JupyterLab on the notebooks
 dev: .venv/.$(EXTRAS) ## install what contributors need
 
 export: .venv/.$(EXTRAS) ## write rookworld_nb/ from the notebooks
-	@$(BIN)/nbdev_export
-	for module in rookworld_nb/[a-z]*.py; do  # one that no notebook exports any more
-	  grep -q "#| default_exp $$(basename "$$module" .py)\b" nbs/*.ipynb || rm "$$module"
-	done
+	@bash .ci/export
 
 notebooks: .venv/.$(EXTRAS) ## execute every chapter, store its outputs, clean it
-	@for notebook in nbs/[0-9]*.ipynb nbs/index.ipynb; do
-	  echo "$$notebook"
-	  $(BIN)/jupyter nbconvert --log-level=ERROR --to notebook --execute --inplace \
-	    --ExecutePreprocessor.store_widget_state=False --ExecutePreprocessor.timeout=900 "$$notebook"
-	done
-	$(BIN)/nbdev_clean
+	@bash .ci/notebooks
 
 readme: .venv/.$(EXTRAS) ## write README.md from nbs/index.ipynb
 	@$(BIN)/python .ci/readme
@@ -60,15 +42,15 @@ readme: .venv/.$(EXTRAS) ## write README.md from nbs/index.ipynb
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "rookworld_nb needs Python 3.11 or newer, and $(PYTHON) is " \
 	  + sys.version.split()[0] + ": name another with make PYTHON=python3.12")'
-	bash .ci/debian python3-venv:python3-venv:"the virtual environment of $(PYTHON)"
-	$(PYTHON) -m venv --clear .venv
+	@bash .ci/debian python3-venv:python3-venv:"the virtual environment of $(PYTHON)"
+	@$(PYTHON) -m venv --clear .venv
 
 # torch comes first and pinned, so that pip takes the build that is at hand and never looks for another
 define install
 @echo "Installing rookworld_nb$(1) into .venv (once; torch is the large part)"
-$(PIP) install --no-compile -c constraints.txt $(TORCH)
-$(PIP) install --no-compile -c constraints.txt -e '.$(1)'
-touch $@
+@$(PIP) install --no-compile -c constraints.txt $(TORCH)
+@$(PIP) install --no-compile -c constraints.txt -e '.$(1)'
+@touch $@
 endef
 
 .venv/.runtime: $(PACKAGING) | $(BIN)/python
@@ -76,4 +58,4 @@ endef
 
 .venv/.$(EXTRAS): $(PACKAGING) | $(BIN)/python
 	$(call install,[$(EXTRAS)])
-	touch .venv/.runtime .venv/.dev
+	@touch .venv/.runtime .venv/.dev

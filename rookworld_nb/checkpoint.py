@@ -50,6 +50,7 @@ def force_to_disk(
     path: Path,  # a file, or a folder: its list of names
 ) -> None:
     "Return when the disk has it, and not only the system's memory."
+    if path.is_dir() and not hasattr(os, 'O_DIRECTORY'): return    # Windows opens no folders
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

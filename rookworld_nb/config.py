@@ -204,7 +204,7 @@ CHOICES = {'credit': (None, *CREDITS), 'baseline_type': BASELINES, 'reward_shapi
 def idle_flags(
     config: 'TrainConfig',  # what is asked for
 ) -> dict[str, str]:        # field -> why it would change nothing
-    "Settings that are asked for and that another one leaves without any use."
+    "Settings that were given and have no effect because of another one."
     values = asdict(config)
     wrong = {name: 'not with --use-gae, whose critic takes the place of the group' for name in OF_THE_GROUP
              if config.use_gae and values[name] != getattr(TrainConfig, name)}

@@ -7,7 +7,7 @@ __all__ = ['TEXTS', 'TOTALS', 'HIDDEN', 'GREEN', 'RED', 'SKY', 'ALARM', 'FADE', 
            'STYLE_SHEET', 'LEVERS', 'Throttle', 'History', 'duration', 'Progress', 'pick_rows', 'cell_html',
            'samples_html', 'Diagram', 'ranked', 'policy_diagram', 'wrong_squares', 'env_diagrams', 'diagram_svg',
            'diagram_html', 'row_diagrams', 'boards_html', 'reward_bins', 'histogram_svg', 'light_html', 'Lever',
-           'Controls', 'Face', 'Showing', 'Dashboard']
+           'Controls', 'show_box', 'hear_clicks', 'Face', 'Showing', 'Dashboard']
 
 # %% ../nbs/18_dashboard.ipynb #764f38f9
 import asyncio
@@ -18,11 +18,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from html import escape
 from itertools import zip_longest
+from typing import Any
 
 import chess
 import chess.svg
 import ipywidgets as w
 import pandas as pd
+from IPython import get_ipython
 from IPython.display import display
 
 from .monitor import BLUE, LIGHT_COLOURS, MUTED, ORANGE, Curves, Light, Picture, Rows, overall
@@ -455,6 +457,32 @@ class Controls:
     def halted(self) -> None:
         """Called after Stop, Pause and Resume."""
 
+# %% ../nbs/18_dashboard.ipynb #ddb6cd04
+def show_box(
+    box: w.Widget,  # what to show
+    words: str,   # shown where widgets cannot be
+) -> None:
+    """Display a widget, with a line of text beside it in the stored notebook."""
+    view = {'version_major': 2, 'version_minor': 0, 'model_id': box.model_id}
+    display({'application/vnd.jupyter.widget-view+json': view, 'text/plain': words}, raw=True)
+
+
+def hear_clicks(
+    kernel: Any,  # the one that runs this cell; None where there is none
+) -> None:
+    """Have ipykernel 6 answer the messages of widgets that arrived while a cell runs; ipykernel 7 does by itself."""
+    queue, waiting = getattr(kernel, 'msg_queue', None), []
+    while queue is not None and not queue.empty():
+        number, dispatch, args = queue.get_nowait()
+        if dispatch == kernel.dispatch_shell:
+            idents, parts = kernel.session.feed_identities(args[0], copy=False)
+            message = kernel.session.deserialize(parts, content=True, copy=False)
+            if message['msg_type'].startswith('comm_'):
+                kernel.shell_handlers[message['msg_type']](None, idents, message)
+                continue
+        waiting.append((number, dispatch, args))
+    for item in waiting: queue.put_nowait(item)
+
 # %% ../nbs/18_dashboard.ipynb #364764a2
 class Face(Controls):
     """The widgets of the dashboard, laid out."""
@@ -493,7 +521,7 @@ class Face(Controls):
             for each in (self.stop, self.pause, self.checkpoint, *sliders): each.disabled = True
 
     def _ipython_display_(self) -> None:  # with a line of text where widgets cannot be shown
-        display(self.box._repr_mimebundle_() | {'text/plain': f'Dashboard: {self.status.value}'}, raw=True)
+        show_box(self.box, f'Dashboard: {self.status.value}')
 
 # %% ../nbs/18_dashboard.ipynb #4cb16878
 class Showing(Face):
@@ -555,6 +583,7 @@ class Dashboard(Showing):
         """Breathe between two steps: hear clicks, hand the wishes on, hold while paused."""
         while True:
             await asyncio.sleep(.02)
+            hear_clicks(getattr(get_ipython(), 'kernel', None))
             while self.wishes:
                 name, value = self.wishes.popleft()
                 self._tell(fulfil(name, value))

@@ -309,7 +309,7 @@ def container_room() -> float:  # bytes; infinite without a limit
 # %% ../nbs/10_hardware.ipynb #6f15951c
 def trim_memory() -> None:
     "Give freed memory back to the system; glibc keeps it, and after hundreds of unlike steps that is several GB."
-    getattr(ctypes.CDLL(None), 'malloc_trim', lambda pad: None)(0)    # other C libraries do without
+    if os.name == 'posix': getattr(ctypes.CDLL(None), 'malloc_trim', lambda pad: None)(0)    # others do without
 
 
 def reset_peak(

@@ -12,10 +12,9 @@ from dataclasses import dataclass, field, replace
 
 import chess
 import ipywidgets as w
-from IPython.display import display
 from tokenizers import Tokenizer
 
-from .dashboard import Diagram, diagram_html, env_diagrams, policy_diagram
+from .dashboard import Diagram, diagram_html, env_diagrams, policy_diagram, show_box
 from .model import GPT
 from .rules import legal_moves
 from .suites import Player, game_end, legal_choice, model_player, model_simulator
@@ -210,7 +209,7 @@ class BoardFace:
         self.thought.value = ''.join(map(diagram_html, game.diagrams()))
 
     def _ipython_display_(self) -> None:  # with a line of text where widgets cannot be shown
-        display(self.box._repr_mimebundle_() | {'text/plain': f'Board: {self.words.value}'}, raw=True)
+        show_box(self.box, f'Board: {self.words.value}')
 
 # %% ../nbs/19_play.ipynb #7b77b556
 class PlayBoard(BoardFace):
@@ -305,4 +304,4 @@ class Replay:
         self.view.value = diagram_html(self.diagram(self.slider.value), 320)
 
     def _ipython_display_(self) -> None:  # with a line of text where widgets cannot be shown
-        display(self.box._repr_mimebundle_() | {'text/plain': f'A game of {len(self.thoughts)} plies'}, raw=True)
+        show_box(self.box, f'A game of {len(self.thoughts)} plies')

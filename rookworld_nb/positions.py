@@ -8,9 +8,9 @@ __all__ = ['logger', 'SHIPPED', 'PUZZLES', 'OPENINGS', 'CENTRE', 'HOME_RANK', 'P
            'seen_positions', 'apart_from', 'shipped_positions', 'split_by_position', 'Position', 'opening_positions',
            'development_weight', 'random_play', 'random_endgame', 'generate_positions', 'LabelError', 'policy_line',
            'fen_in', 'count_moves', 'shard_of', 'Labelling', 'labelled_in', 'locked', 'replacing', 'write_plan',
-           'plan_of', 'cut_inputs', 'label_shard', 'label_worker', 'stop', 'told', 'merge_shards', 'clear_shards',
-           'Progress', 'label_files', 'by_task', 'spread', 'prompt_pools', 'Rounds', 'Blend', 'outcome', 'is_rare',
-           'env_stream', 'PromptMix']
+           'plan_of', 'cut_inputs', 'label_shard', 'leave_group', 'label_worker', 'stop', 'told', 'merge_shards',
+           'clear_shards', 'Progress', 'label_files', 'by_task', 'spread', 'prompt_pools', 'Rounds', 'Blend', 'outcome',
+           'is_rare', 'env_stream', 'PromptMix']
 
 # %% ../nbs/04_positions.ipynb #8bbc9c47
 import gzip
@@ -466,15 +466,17 @@ def labelled_in(
 def locked(
     path: Path,       # made if absent
 ) -> Iterator[bool]:  # whether this process has the lock
-    "Hold a lock that ends with its process, however that ends."
-    import fcntl
+    "Hold a lock that ends with its process, however that ends; where files cannot be locked, say so and go on."
+    mine = True
     with open(path, 'a', encoding='utf-8') as file:
         try:
+            import fcntl
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            yield False
-        else:
-            yield True
+            mine = False
+        except (ImportError, OSError) as error:    # Windows; some file systems of a network
+            logger.warning('%s: cannot be locked (%s); see to it that no other process is at work there', path, error)
+        yield mine
 
 
 @contextmanager
@@ -567,6 +569,11 @@ def label_shard(
         return True
 
 # %% ../nbs/04_positions.ipynb #b43834bd
+def leave_group() -> None:
+    "Ctrl-C reaches a whole group of processes: a worker leaves it, and hears of it from its starter alone, once."
+    if hasattr(os, 'setpgid'): os.setpgid(0, 0)    # Windows has no such groups
+
+
 def label_worker(
     job: Labelling,  # cut
     number: int,     # of this process, from 0
@@ -574,7 +581,7 @@ def label_worker(
 ) -> None:
     "Take shards in turn until all are done; a process whose starter is gone stops after the position at hand."
     starter, first = parent_process(), number*job.shards//processes
-    if starter is not None: os.setpgid(0, 0)    # Ctrl-C reaches a group: the starter passes it on, once
+    if starter is not None: leave_group()
     order, looked, gone = [(first + n)%job.shards for n in range(job.shards)], time.monotonic(), False
 
     def alone() -> bool:

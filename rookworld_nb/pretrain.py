@@ -42,7 +42,8 @@ from .model import GPT, GPTConfig
 from .positions import (OUTCOMES, Progress, Sample, apart_from, by_task, locked, outcome, random_endgame,
                                     read_lines, replacing, seen_positions, shipped_positions, write_lines)
 from .probes import BOARD_SQUARES, BoardProbes, BoardText, outputs_of
-from .rules import LABEL_NODES, Stockfish, env_step, fen_key, legal_moves
+from .rules import (
+    DRAW_REWARD, LABEL_NODES, MATE_REWARD, Stockfish, env_step, fen_key, legal_moves, move_reward)
 from .tasks import format_env, format_policy, is_fen, parse_env, parse_policy, split_line
 from .weights import END_TOKEN, end_token_id, load_pretrained, save_pretrained
 
@@ -250,8 +251,7 @@ def verdict(
 
 def _brings(board: chess.Board, move: chess.Move) -> str:
     board.push(move)
-    word = ('#' if board.is_checkmate() else '=' if board.is_stalemate() or board.is_insufficient_material()
-            else '!' if board.is_check() else '.')
+    word = {MATE_REWARD: '#', DRAW_REWARD: '='}.get(move_reward(board)) or ('!' if board.is_check() else '.')
     board.pop()
     return word
 

@@ -47,7 +47,7 @@ from .monitor import (
     column, dress, lights, metric_for, metric_rows, overall, plain, plot_curves, read_completions, values_of,
     view_limits, write_atomic)
 from .positions import spread
-from .rewards import usual_reward
+from .rewards import default_reward
 from .run import SHOWN, read_events
 
 # %% ../nbs/23_report.ipynb #40a214f1
@@ -825,10 +825,11 @@ def settings_section(
                for name, value in changed_settings(run.config).items()]
     whole = [[name, as_word(value)] for name, value in run.config.items()]
     differing = table_of(['setting', 'value', 'default'], changed) if changed else element('p', 'All are the defaults.')
-    pay = read_object(run.folder/'origin.json').get('paid_by', usual_reward.__name__)
+    reward_fn = read_object(run.folder/'origin.json').get('reward_fn', default_reward.__name__)
     note = 'the same seed on the same kind of machine gives the same numbers, unless the run was made longer.'
     if read_events(run.folder): note = 'this run was steered by hand, and the command repeats it without that.'
-    if pay != usual_reward.__name__: note = f'this run was paid by {pay}, which only train(config, pay={pay}) knows.'
+    if reward_fn != default_reward.__name__:
+        note = f'this run had a reward_fn of its own, {reward_fn}: train(config, reward_fn={reward_fn}) repeats it.'
     return section(
         'Settings', differing,
         element('details', element('summary', f'All {len(whole)} settings'), table_of(['setting', 'value'], whole)),

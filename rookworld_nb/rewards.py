@@ -9,8 +9,8 @@ __all__ = ['Shaping', 'ADDITIVE', 'Scaling', 'RANGES', 'POSITIVE', 'PARTS', 'SET
            'env_scores', 'Judged', 'read_policy', 'read_env', 'judge_policy', 'judge_env', 'judge', 'ladder_rung',
            'shape_reward', 'MissingTarget', 'BadTarget', 'Analyser', 'stored_truth', 'rules_truth', 'engine_truth',
            'find_truth', 'RunningNorm', 'running_norms', 'blend_shares', 'component_row', 'component_table',
-           'EngineSilent', 'engine_questions', 'Scores', 'PatientEngine', 'find_truths', 'judge_rows', 'usual_reward',
-           'name_of', 'ask_pay', 'final_rewards', 'RewardScorer']
+           'EngineSilent', 'engine_questions', 'Scores', 'PatientEngine', 'find_truths', 'judge_rows', 'default_reward',
+           'name_of', 'call_reward_fn', 'final_rewards', 'RewardScorer']
 
 # %% ../nbs/05_rewards.ipynb #b4f48dd3
 import logging
@@ -580,37 +580,37 @@ def judge_rows(
     return [None if truth is None else judge(text, truth, cfg) for text, truth in zip(completions, truths)]
 
 # %% ../nbs/05_rewards.ipynb #6a108501
-def usual_reward(
+def default_reward(
     prompts: Sequence[str],      # N
     completions: Sequence[str],  # N
     components: pd.DataFrame,    # N rows, as in `Scores`
 ) -> Sequence[float]:            # N rewards, each finite; the lights of a run expect at most 1
-    """What every completion earns by the settings; a function of your own may pay otherwise."""
+    """What every completion earns by the settings; a reward function of your own may say otherwise."""
     return components['reward']
 
 
 def name_of(
-    pay: Callable,  # a function, an object that can be called, or a `partial` of one
+    reward_fn: Callable,  # a function, an object that can be called, or a `partial` of one
 ) -> str:
-    """What a way to pay is called, in messages and in the record of a run."""
-    while isinstance(pay, partial): pay = pay.func
-    return getattr(pay, '__qualname__', type(pay).__qualname__)
+    """What a reward function is called, in messages and in the record of a run."""
+    while isinstance(reward_fn, partial): reward_fn = reward_fn.func
+    return getattr(reward_fn, '__qualname__', type(reward_fn).__qualname__)
 
 
-def ask_pay(
-    pay: Callable[..., Sequence[float]],  # as `usual_reward`
+def call_reward_fn(
+    reward_fn: Callable[..., Sequence[float]],  # as `default_reward`
     prompts: Sequence[str],      # N
     completions: Sequence[str],  # N
     components: pd.DataFrame,    # N rows; stays as it is
 ) -> list[float]:                # N rewards
     """Ask a function of somebody's own; what is not N numbers is refused."""
-    given = pay(prompts, completions, components.copy())
+    given = reward_fn(prompts, completions, components.copy())
     try:
         rewards = [float(reward) for reward in given]
     except (TypeError, ValueError):
         rewards = []
     if len(rewards) != len(completions):
-        raise ValueError(f'pay={name_of(pay)}: a number for each of {len(completions)} answers is needed; '
+        raise ValueError(f'reward_fn={name_of(reward_fn)}: a number for each of {len(completions)} answers is needed; '
                          f'it gave {" ".join(repr(given).split())[:120]}')
     return rewards
 
@@ -638,10 +638,10 @@ class RewardScorer:
         cfg: RewardConfig | None = None,  # weights, shaping and the rest; None is the default
         engine: Analyser | None = None,   # answers for P: prompts that bring no target
         spread: Callable[..., list] = lambda judge, *columns: judge(*columns),  # who judges which rows
-        pay: Callable[..., Sequence[float]] = usual_reward,  # prompts, completions, components -> rewards
+        reward_fn: Callable[..., Sequence[float]] = default_reward,  # prompts, completions, components -> rewards
     ) -> None:
-        self.cfg, self.engine, self.spread, self.pay, self.step = cfg or RewardConfig(), engine, spread, pay, 0
-        self.patient, self.norms = engine and PatientEngine(engine), running_norms(self.cfg)
+        self.cfg, self.engine, self.spread, self.reward_fn = cfg or RewardConfig(), engine, spread, reward_fn
+        self.step, self.patient, self.norms = 0, engine and PatientEngine(engine), running_norms(self.cfg)
 
     def __call__(
         self,
@@ -652,21 +652,19 @@ class RewardScorer:
         """Find every truth, score every completion, count the call."""
         judged = self.spread(partial(judge_rows, self.patient, self.cfg), prompts, completions, targets)
         components, self.step = component_table(judged, self.cfg, self.step), self.step + 1
-        components['reward'] = ask_pay(self.pay, prompts, completions, components)
+        components['reward'] = call_reward_fn(self.reward_fn, prompts, completions, components)
         return Scores(final_rewards(components, self.norms if self.cfg.normalize else {}), components, judged)
 
     def for_evaluation(self) -> 'RewardScorer':
         """The same scorer without curriculum and normalisation: one yardstick for before and after."""
-        return RewardScorer(replace(self.cfg, reward_warmup_steps=0, normalize=False), self.engine, pay=self.pay)
+        steady = replace(self.cfg, reward_warmup_steps=0, normalize=False)
+        return RewardScorer(steady, self.engine, reward_fn=self.reward_fn)
 
     def state_dict(self) -> dict[str, Any]:
         """The call counter and the running averages, as plain numbers."""
         return {'step': self.step, 'norms': {task: (norm.mean, norm.std) for task, norm in self.norms.items()}}
 
-    def load_state_dict(
-        self,
-        state: dict[str, Any],  # as `state_dict` gave it
-    ) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:    # as `state_dict` gave it
         """Continue where another scorer stopped."""
         self.step = state['step']
         for task, norm in self.norms.items(): norm.mean, norm.std = state['norms'][task]

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['logger', 'MATE_REWARD', 'DRAW_REWARD', 'ILLEGAL_REWARD', 'ORDINARY_REWARD', 'MATE_SCORE', 'PATIENCE', 'LABEL_NODES',
-           'InvalidFen', 'parse_board', 'legal_moves', 'EnvStep', 'env_step', 'fen_key', 'win_probability', 'Candidate',
-           'EngineNotFound', 'EngineError', 'find_stockfish', 'CacheError', 'AnalysisCache', 'Stockfish',
-           'StockfishPool']
+           'InvalidFen', 'parse_board', 'legal_moves', 'EnvStep', 'move_reward', 'env_step', 'fen_key',
+           'win_probability', 'Candidate', 'EngineNotFound', 'EngineError', 'find_stockfish', 'CacheError',
+           'AnalysisCache', 'Stockfish', 'StockfishPool']
 
 # %% ../nbs/03_rules.ipynb #976a2a6a
 import functools
@@ -67,18 +67,24 @@ class EnvStep(NamedTuple):
     terminated: bool  # the game is over
     truncated: bool   # the move was illegal or malformed
 
+def move_reward(
+    board: chess.Board,  # after a legal move
+) -> float:              # from the side that has moved
+    "Mate, draw (stalemate, too little material, 75 moves without progress) or neither."
+    if not any(board.generate_legal_moves()): return MATE_REWARD if board.is_check() else DRAW_REWARD
+    drawn = board.is_insufficient_material() or board.halfmove_clock >= 150
+    return DRAW_REWARD if drawn else ORDINARY_REWARD
+
 def env_step(
     fen: str,                     # FEN of a possible position
     uci: str,                     # the move, any text
-    history: Sequence[str] = (),  # as in `env_prompt`, the current move last; taken for the same call, decides nothing
+    history: Sequence[str] = (),  # as in `env_prompt`, so that both take the same arguments; decides nothing
 ) -> EnvStep:                     # next position, reward, flags
     "Play one move by the rules of chess."
     if uci not in legal_moves(fen): return EnvStep(fen, ILLEGAL_REWARD, False, True)
     board = parse_board(fen).copy(stack=False)
     board.push(chess.Move.from_uci(uci))
-    if not any(board.generate_legal_moves()): reward = MATE_REWARD if board.is_check() else DRAW_REWARD
-    elif board.is_insufficient_material() or board.halfmove_clock >= 150: reward = DRAW_REWARD
-    else: reward = ORDINARY_REWARD
+    reward = move_reward(board)
     return EnvStep(board.fen(), reward, reward != ORDINARY_REWARD, False)
 
 # %% ../nbs/03_rules.ipynb #4d277b58

@@ -47,7 +47,7 @@ from .monitor import RunFolder, RunWriter, read_metrics, save_reward_curve, writ
 from .positions import (
     DataError, PromptMix, Sample, apart_from, by_task, is_rare, locked, read_lines,
     shipped, shipped_positions, spread, warn_malformed)
-from .rewards import PatientEngine, RewardScorer, engine_questions, name_of, usual_reward
+from .rewards import PatientEngine, RewardScorer, engine_questions, name_of, default_reward
 from .rules import LABEL_NODES, Stockfish
 from .trainer import Trainer, restore_trainer, trainer_state
 from .weights import load_pretrained
@@ -137,7 +137,7 @@ def both_devices(
 def warn_weightless(
     config: TrainConfig,  # of a run that is paid as usual
 ) -> None:
-    "Say so where weights of the reward are set that only show."
+    "Warn about weights of the reward that only show, because parts are paid."
     values = asdict(config).items()
     moved = [name for name, value in values if name.endswith('_weight') and value != getattr(TrainConfig, name)]
     if moved and config.credit != 'answer' and not whole_answers(config):
@@ -147,14 +147,14 @@ def warn_weightless(
 
 def paid_by(
     config: TrainConfig,  # credit, weights
-    pay: Callable,        # the usual reward, or one of its own, which has no parts
+    reward_fn: Callable,  # the default, or one of somebody's own, which scores whole answers only
 ) -> TrainConfig:         # the same; with a reward of its own whole answers are paid
     "Settle what a run is paid for."
-    if pay is usual_reward:
+    if reward_fn is default_reward:
         warn_weightless(config)
         return config
     if config.credit == 'part':
-        raise RunError(f'--credit part: {name_of(pay)} pays whole answers; say --credit answer')
+        raise RunError(f'--credit part: {name_of(reward_fn)} pays whole answers; say --credit answer')
     return replace(config, credit='answer')
 
 # %% ../nbs/22_run.ipynb #6f5a0e3f
@@ -202,12 +202,12 @@ class Setup:
         self,
         config: TrainConfig = TrainConfig(),  # what to do
         ranks: Ranks = ALONE,                 # the processes that do it together
-        pay: Callable[..., Sequence[float]] = usual_reward,  # prompts, answers, their scores -> a reward of your own
+        reward_fn: Callable[..., Sequence[float]] = default_reward,  # prompts, answers, scores -> a reward of your own
     ) -> None:
-        config = paid_by(config, pay)
+        config = paid_by(config, reward_fn)
         set_allocator(config.cuda_allocator)    # before CUDA starts
         device, elsewhere = both_devices(config, ranks)
-        self.ranks, self.folder, self.pay = ranks, ranks.gather(run_folder(config))[0], pay
+        self.ranks, self.folder, self.reward_fn = ranks, ranks.gather(run_folder(config))[0], reward_fn
         self.heldout, self.samples = heldout_samples(config), training_samples(config)
         with ExitStack() as undo:    # an engine does not outlive what fails after it
             self.engine = open_engine(config, undo)
@@ -223,7 +223,7 @@ class Setup:
         config: TrainConfig,  # complete
     ) -> None:
         "Put the parts around models and samples."
-        self.config, self.scorer = config, RewardScorer(config.rewards, self.engine, self.ranks.spread, self.pay)
+        self.config, self.scorer = config, RewardScorer(config.rewards, self.engine, self.ranks.spread, self.reward_fn)
         self.prompts = PromptMix(self.samples, config.batch_positions, config.mix_env_ratio, config.seed,
                                  config.rare_env_ratio)
         self.trainer = Trainer(self.model, config.trainer, self.reference, self.ranks)
@@ -262,7 +262,7 @@ def planned_work(
     config, prompts, updates = run.config, run.prompts.batch_positions, updates_per_batch(run)
     batches, device = math.ceil(config.steps/updates), next(run.model.parameters()).device
     completions = batches*prompts*config.group_size
-    whole = whole_answers(config) + [f'pay={name_of(run.pay)}']*(run.pay is not usual_reward)
+    whole = whole_answers(config) + [f'reward_fn={name_of(run.reward_fn)}']*(run.reward_fn is not default_reward)
     least = 'at least ' if config.buffer_capacity > 1 or config.drop_tied else ''    # more as the buffer finds it
     return (f'{config.model} on {device}: {config.steps} updates, {updates} on each of {least}{batches} '
             f'batches of {prompts} prompts x {config.group_size} completions = {least}{completions} completions '
@@ -387,7 +387,7 @@ def origin_of(
     "What a run starts with."
     texts = (text for sample in run.samples for text in (sample.prompt, sample.completion))
     return {'reference': fingerprint(model_bytes(run.reference)), 'data': fingerprint(texts),
-            'paid_by': name_of(run.pay)}
+            'reward_fn': name_of(run.reward_fn)}
 
 
 def run_state(
@@ -425,8 +425,8 @@ def check_origin(
     for name, what in (('reference', f'--model {run.config.model}'), ('data', f'--data {run.config.data}')):
         if began.get(name, run.origin[name]) != run.origin[name]:
             raise RunError(f'{what}: not what {of_run} began with')
-    if (before := began.get('paid_by', name_of(usual_reward))) != run.origin['paid_by']:
-        raise RunError(f'pay={run.origin["paid_by"]}: {of_run} is paid by {before}; give that')
+    if (before := began.get('reward_fn', name_of(default_reward))) != run.origin['reward_fn']:
+        raise RunError(f'reward_fn={run.origin["reward_fn"]}: {of_run} is paid by {before}; give that')
 
 
 def read_origin(
@@ -525,7 +525,7 @@ class NoWriter:
 
 # %% ../nbs/22_run.ipynb #ab3e0bc0
 #: What ends a process besides Ctrl-C and leaves it time to save: `kill`, a job's time limit; a terminal that closes.
-ENDINGS = signal.SIGTERM, signal.SIGHUP
+ENDINGS = (signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, 'SIGHUP') else []))    # Windows has none
 
 
 @contextmanager
@@ -578,11 +578,7 @@ def alone_in(
 ) -> Iterator[None]:
     "Refuse a folder in which a run is going on; the lock ends with its process, however that ends."
     make_folder(folder)
-    with ExitStack() as stack:
-        try: mine = stack.enter_context(locked(folder/'.lock'))
-        except OSError as error:    # some file systems of a network
-            logger.warning('%s: cannot be locked (%s); see to it that no other run goes on there', folder, error)
-            mine = True
+    with locked(folder/'.lock') as mine:
         if not mine:
             raise RunError(f'--output-dir {folder}: a run is going on there, in another process or in a loop that was '
                            'not left; stop it first')
@@ -646,9 +642,9 @@ class Run(Setup):
         self,
         config: TrainConfig = TrainConfig(),  # what to do
         ranks: Ranks = ALONE,                 # the processes that do it together
-        pay: Callable[..., Sequence[float]] = usual_reward,  # as for `Setup`
+        reward_fn: Callable[..., Sequence[float]] = default_reward,  # as for `Setup`
     ) -> None:
-        super().__init__(starting_config(config, ranks), ranks, pay)
+        super().__init__(starting_config(config, ranks), ranks, reward_fn)
         self.started, self.console = time.perf_counter(), ''    # the latest step's line for the console
         self.profiles, self.settled, self.events = None, True, []    # of memory; between steps; done by hand
         self.saved, self.holds = 0, False    # step of the newest checkpoint to resume; other runs are kept out already
@@ -804,10 +800,10 @@ def train(
     config: TrainConfig = TrainConfig(),  # what to do
     writers: Sequence[Callable] = (),     # (run folder, configuration) -> what takes each row: `log`, `close`
     ranks: Ranks = ALONE,                 # the processes that do it together; the first of them writes and speaks
-    pay: Callable[..., Sequence[float]] = usual_reward,  # prompts, answers, their scores -> a reward of your own
+    reward_fn: Callable[..., Sequence[float]] = default_reward,  # prompts, answers, scores -> a reward of your own
 ) -> pd.DataFrame:  # the before/after table
     "The main job, with its progress on the console: plan, evaluation, training, evaluation, table."
-    run, say = Run(config, ranks, pay), tqdm.write if ranks.first else lambda line: None
+    run, say = Run(config, ranks, reward_fn), tqdm.write if ranks.first else lambda line: None
     with ExitStack() as stack:
         stack.callback(run.close)
         others = [stack.enter_context(closing(make(run.folder, asdict(run.config)))) for make in writers if ranks.first]

@@ -46,7 +46,7 @@ from .config import FREE, TrainConfig
 from .evaluate import evaluate, wilson_interval
 from .hardware import HardwareConfig
 from .monitor import BLUE, MUTED, ORANGE, Picture, metric_rows, write_atomic
-from .positions import stop
+from .positions import leave_group, stop
 from .report import as_word, command_line, optional_module, png_of
 from .rewards import RewardScorer
 from .run import Run, Setup, finish, updates_per_batch
@@ -615,7 +615,7 @@ def work(
     workers: int,    # beside each other on this machine, this one included
 ) -> None:
     "What a process of its own does."
-    if parent_process(): os.setpgid(0, 0)    # Ctrl-C reaches a whole group: the starter hears it, and passes it on once
+    if parent_process(): leave_group()
     torch.set_num_threads(max(1, torch.get_num_threads()//workers))
     try:
         with in_words(search):

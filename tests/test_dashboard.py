@@ -2,6 +2,7 @@
 import asyncio
 import html
 import math
+import queue
 import re
 
 import pandas as pd
@@ -13,7 +14,7 @@ pytest.importorskip('ipywidgets', reason='ipywidgets is not installed')
 from rookworld_nb import dashboard  # noqa: E402
 from rookworld_nb.dashboard import (  # noqa: E402
     GREEN, RED, Dashboard, History, Progress, Throttle, boards_html, diagram_html, duration, env_diagrams, histogram_svg, pick_rows,
-    policy_diagram, ranked, reward_bins, row_diagrams, samples_html, wrong_squares)
+    policy_diagram, ranked, reward_bins, row_diagrams, samples_html, wrong_squares, hear_clicks)
 from rookworld_nb.monitor import LIGHT_COLOURS, MUTED, simulated_run  # noqa: E402
 from rookworld_nb.tasks import parse_env, parse_policy  # noqa: E402
 
@@ -556,3 +557,39 @@ dash.figure
     widgets, text, picture = outputs[0].data, next(o.text for o in outputs if o.output_type == 'stream'), outputs[-1].data
     assert 'application/vnd.jupyter.widget-view+json' in widgets and 'Dashboard: ' in widgets['text/plain']
     assert int(re.search(r'ended at (\d+)', text)[1]) <= 7 and 'image/png' in picture
+
+
+# ---- older kernels and widgets
+
+class OldKernel:
+    """What `hear_clicks` needs of ipykernel 6: a queue of (number, dispatch, args), and a session that reads the wire."""
+    def __init__(self):
+        self.msg_queue, self.heard, self.session = queue.Queue(), [], self
+        self.shell_handlers = {'comm_msg': lambda stream, idents, message: self.heard.append(message['content'])}
+
+    def dispatch_shell(self, parts): pass
+    def feed_identities(self, parts, copy): return [], parts
+    def deserialize(self, parts, content, copy): return parts
+
+
+def test_an_older_kernel_hears_clicks_and_keeps_its_cells_in_order():
+    kernel = OldKernel()
+    waiting = [(1, kernel.dispatch_shell, ({'msg_type': 'execute_request'},)), (2, kernel.dispatch_shell, ({'msg_type': 'comm_msg', 'content': 'stop'},)),
+               (3, print, ('a call of its own',)), (4, kernel.dispatch_shell, ({'msg_type': 'comm_msg', 'content': 'pause'},)),
+               (5, kernel.dispatch_shell, ({'msg_type': 'execute_request'},))]
+    for item in waiting: kernel.msg_queue.put(item)
+    hear_clicks(kernel)
+    assert kernel.heard == ['stop', 'pause'] and [kernel.msg_queue.get_nowait() for _ in range(3)] == [waiting[i] for i in (0, 2, 4)]
+    hear_clicks(kernel)
+    hear_clicks(None)
+    hear_clicks(object())    # ipykernel 7 has no such queue
+    assert kernel.heard == ['stop', 'pause']
+
+
+def test_what_is_displayed_is_the_same_for_all_versions_of_the_widgets(monkeypatch):
+    shown = []
+    monkeypatch.setattr('rookworld_nb.dashboard.display', lambda data, raw: shown.append(data))
+    dashboard = Dashboard(3)
+    dashboard._ipython_display_()
+    view = shown[0]['application/vnd.jupyter.widget-view+json']
+    assert view == dashboard.box._repr_mimebundle_()['application/vnd.jupyter.widget-view+json'] and shown[0]['text/plain'].startswith('Dashboard: ')

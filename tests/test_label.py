@@ -126,6 +126,16 @@ def test_a_position_is_labelled_once_however_it_is_spelt(quick, tmp_path):
     assert [fen_of(line) for line in (tmp_path/'out.txt').read_text().splitlines()] == [board.fen()]
 
 
+def test_where_files_cannot_be_locked_it_is_said_and_work_goes_on(tmp_path, monkeypatch, caplog):
+    fcntl = pytest.importorskip('fcntl')
+    def refuse(*what): raise OSError(37, 'No locks available')
+    monkeypatch.setattr(fcntl, 'flock', refuse)
+    with locked(tmp_path/'lock') as mine: assert mine
+    assert 'lock: cannot be locked ([Errno 37] No locks available); see to it that no other process' in caplog.text
+    monkeypatch.setitem(sys.modules, 'fcntl', None)    # Windows
+    with locked(tmp_path/'lock') as mine: assert mine
+
+
 def test_a_shard_has_one_owner(quick, tmp_path):
     (tmp_path/'in.txt').write_text('\n'.join(games(5)))
     job = Labelling(str(tmp_path/'out.txt'), shards=1)

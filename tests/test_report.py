@@ -584,6 +584,14 @@ def test_writers_share_one_interface():
         MetricWriter().log({'step': 1})
 
 
+def test_a_reward_function_of_its_own_is_named(tmp_path):
+    folder = write_run(tmp_path/'run', tables=())
+    for name, words in (('default_reward', 'gives the same numbers'), ('best_move', 'train(config, reward_fn=best_move) repeats it')):
+        (folder/'origin.json').write_text(json.dumps({'reward_fn': name}))
+        assert words in ' '.join(Document(report(folder)).words)
+    assert 'gives the same numbers' not in ' '.join(Document(report(folder)).words)
+
+
 def test_what_was_done_by_hand_is_listed(tmp_path):
     folder = write_run(tmp_path/'run', tables=())
     assert 'By hand' not in ' '.join(Document(report(folder)).words) and 'gives the same numbers' in ' '.join(Document(report(folder)).words)

@@ -854,7 +854,7 @@ def best_move(prompts, completions, components):
 
 def test_a_reward_of_ones_own_is_learned_from_shown_and_examined_with(tmp_path):
     config = replace(SHORT, steps=2, eval_policy=4, eval_env=0)
-    own = train(replace(config, output_dir=str(tmp_path/'own')), pay=best_move)
+    own = train(replace(config, output_dir=str(tmp_path/'own')), reward_fn=best_move)
     train(replace(config, credit='answer', output_dir=str(tmp_path/'usual')))
     shown = pd.read_csv(tmp_path/'own'/'completions'/'step-000001.csv')
     policy = shown[shown['task'] == 'P']
@@ -865,19 +865,19 @@ def test_a_reward_of_ones_own_is_learned_from_shown_and_examined_with(tmp_path):
     assert first['reward'] == pytest.approx(shown['reward'].mean()) and first['reward'] != pytest.approx(other['reward'])
     assert load_pretrained(str(tmp_path/'own'/'final_checkpoint'))[0].wte.weight.ne(load_pretrained(str(tmp_path/'usual'/'final_checkpoint'))[0].wte.weight).any()
     greedy = own.loc[('P', 0., 'reward'), 'before']
-    run = Run(replace(config, output_dir=str(tmp_path/'third')), pay=best_move)
+    run = Run(replace(config, output_dir=str(tmp_path/'third')), reward_fn=best_move)
     assert greedy == pytest.approx(examine(run).query('temperature == 0')['reward'].mean())
     assert greedy != pytest.approx(examine(Run(replace(config, output_dir=str(tmp_path/'fourth')))).query('temperature == 0')['reward'].mean())
-    assert 'whole answers are paid, because of pay=best_move' in planned_work(run) and run.config.credit == 'answer'
+    assert 'whole answers are paid, because of reward_fn=best_move' in planned_work(run) and run.config.credit == 'answer'
 
 
 def test_a_run_with_a_reward_of_its_own_goes_on_with_nothing_else(tmp_path):
     folder = tmp_path/'run'
-    list(Run(replace(TINY, steps=2, output_dir=str(folder)), pay=best_move).steps())
-    with pytest.raises(RunError, match='pay=usual_reward: the run in .* is paid by best_move'): Run(resumed_config(output_dir=str(folder), steps=3))
-    list(Run(resumed_config(output_dir=str(folder), steps=3), pay=best_move).steps())
+    list(Run(replace(TINY, steps=2, output_dir=str(folder)), reward_fn=best_move).steps())
+    with pytest.raises(RunError, match='reward_fn=default_reward: the run in .* is paid by best_move'): Run(resumed_config(output_dir=str(folder), steps=3))
+    list(Run(resumed_config(output_dir=str(folder), steps=3), reward_fn=best_move).steps())
     assert [row['step'] for row in rows_of(folder)] == [1, 2, 3]
-    with pytest.raises(RunError, match='--credit part: best_move pays whole answers'): Run(replace(SHORT, credit='part', output_dir=str(tmp_path/'x')), pay=best_move)
+    with pytest.raises(RunError, match='--credit part: best_move pays whole answers'): Run(replace(SHORT, credit='part', output_dir=str(tmp_path/'x')), reward_fn=best_move)
 
 
 class Half:
@@ -888,22 +888,22 @@ class Half:
 
 def test_what_pays_may_be_any_callable_and_is_known_from_the_start(tmp_path):
     paid = {}
-    for name, pay in (('partial', functools.partial(best_move)), ('Half', Half())):
-        run = Run(replace(TINY, output_dir=str(tmp_path/name)), pay=pay)
+    for name, reward_fn in (('partial', functools.partial(best_move)), ('Half', Half())):
+        run = Run(replace(TINY, output_dir=str(tmp_path/name)), reward_fn=reward_fn)
         paid[name] = next(run.steps())['reward']
-        assert not list((tmp_path/name).glob('checkpoint-*')) and run.scorer.pay is pay
+        assert not list((tmp_path/name).glob('checkpoint-*')) and run.scorer.reward_fn is reward_fn
         shutil.rmtree(tmp_path/name/'final_checkpoint')    # as if it had been killed
-        with pytest.raises(RunError, match=f'pay=usual_reward: .* is paid by {"best_move" if name == "partial" else name}'):
+        with pytest.raises(RunError, match=f'reward_fn=default_reward: .* is paid by {"best_move" if name == "partial" else name}'):
             Run(resumed_config(output_dir=str(tmp_path/name)))
-    assert Run(resumed_config(output_dir=str(tmp_path/'Half')), pay=Half()).trainer.step == 0
+    assert Run(resumed_config(output_dir=str(tmp_path/'Half')), reward_fn=Half()).trainer.step == 0
     assert paid['Half'] == pytest.approx(next(Run(replace(TINY, credit='answer', output_dir=str(tmp_path/'usual'))).steps())['reward']/2)
 
 
 @pytest.mark.parametrize(('given', 'shown'), [(None, 'it gave None'), (1., 'it gave 1.0'), ([1.], r'it gave \[1.0\]'), (['much']*9, "it gave .*'much'")])
 def test_what_is_no_number_for_each_answer_is_refused_by_name(tmp_path, given, shown):
     def mine(prompts, completions, components): return given
-    run = Run(replace(TINY, output_dir=str(tmp_path/'run')), pay=mine)
-    with pytest.raises(ValueError, match=f'pay=.*mine: a number for each of .* answers is needed; {shown}'): next(run.steps())
+    run = Run(replace(TINY, output_dir=str(tmp_path/'run')), reward_fn=mine)
+    with pytest.raises(ValueError, match=f'reward_fn=.*mine: a number for each of .* answers is needed; {shown}'): next(run.steps())
 
 
 def test_before_the_first_checkpoint_too_a_run_goes_on_with_its_own_prompts(tmp_path):
@@ -926,7 +926,7 @@ def test_there_is_no_checkpoint_of_a_run_that_has_not_begun(tmp_path):
 
 
 def test_a_reward_that_is_no_number_is_refused_before_anything_is_learned(tmp_path):
-    run = Run(replace(TINY, mix_env_ratio=.5, output_dir=str(tmp_path/'run')), pay=lambda prompts, texts, components: components['best'])
+    run = Run(replace(TINY, mix_env_ratio=.5, output_dir=str(tmp_path/'run')), reward_fn=lambda prompts, texts, components: components['best'])
     with pytest.raises(ValueError, match='of .* answers is not finite, the first is nan for an answer to A:'): next(run.steps())
     assert run.trainer.step == 0
 
