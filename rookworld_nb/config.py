@@ -165,17 +165,16 @@ def reward_part(
     config: 'TrainConfig',  # complete, or not
 ) -> RewardConfig:
     "How completions are paid."
-    return part_of(RewardConfig, config, shaping=config.reward_shaping, normalize=config.normalize_rewards)
+    return part_of(RewardConfig, config)
 
 # %% ../nbs/20_config.ipynb #d8f74e1a
 def whole_answers(
     config: 'TrainConfig',  # what is asked for
 ) -> list[str]:             # flags
     "What is asked for and acts on whole answers, so that they cannot be paid by part."
-    names = {'shaping': 'reward_shaping', 'normalize': 'normalize_rewards'}    # which differ here
     acting = {'use_gae': True, 'kl_in_reward': True, 'importance_level': 'sequence'}    # one ratio, one gradient
     asked = [name for name, value in acting.items() if getattr(config, name) == value]
-    asked += [names.get(name, name) for name in paid_whole(config.rewards)]
+    asked += paid_whole(config.rewards)
     if config.penalty != TrainConfig.penalty: asked.append('penalty')    # of what is not readable as a whole
     given = {f'--{name.replace("_", "-")}': getattr(config, name) for name in asked}
     return [flag if value is True else f'{flag} {value}' for flag, value in given.items()]

@@ -134,7 +134,7 @@ def paid_whole(
     cfg: RewardConfig,  # of a scorer
 ) -> list[str]:         # its fields
     "The settings that act on whole answers, so that parts cannot be paid."
-    fine = {'shaping': ADDITIVE, 'normalize': (False,), 'reward_warmup_steps': (0,)}
+    fine = {'reward_shaping': ADDITIVE, 'normalize_rewards': (False,), 'reward_warmup_steps': (0,)}
     fine |= dict.fromkeys(CURVED, ('linear',))
     return [name for name, values in fine.items() if getattr(cfg, name) not in values]
 

@@ -74,8 +74,8 @@ class RewardTerms:
 @dataclass(frozen=True)
 class RewardConfig(RewardTerms):
     """What a completion is paid for; weights are relative, scores lie in [0, 1], rewards in [penalty, 1]."""
-    shaping: Shaping = 'graduated'            # how the weighted mean becomes the reward; train says continuous
-    normalize: bool = False                   # rewards less their running mean, over their running deviation, per task
+    reward_shaping: Shaping = 'graduated'     # how the weighted mean becomes the reward; train says continuous
+    normalize_rewards: bool = False           # rewards less their running mean, over their running deviation, per task
 
     def __post_init__(self) -> None:
         check_config(self)
@@ -93,7 +93,7 @@ def check_config(
     """Raise RewardConfigError for the first setting that is out of range."""
     for name, kind in ((field.name, type(field.default)) for field in fields(cfg)):
         value, numbers = getattr(cfg, name), int if kind is int else int | float
-        choices = get_args(Shaping if name == 'shaping' else Scaling if name.endswith('_scaling') else None)
+        choices = get_args(Shaping if name == 'reward_shaping' else Scaling if name.endswith('_scaling') else None)
         low, high = RANGES.get(name, (0., math.inf))
         if choices and value not in choices:
             raise RewardConfigError(f'{name}={value!r}; valid: {", ".join(choices)}')
@@ -317,14 +317,14 @@ def ladder_rung(
 def shape_reward(
     judged: Judged,     # a judged completion
     raw: float,         # weighted mean of its scores, in [0, 1]
-    cfg: RewardConfig,  # shaping, penalty
+    cfg: RewardConfig,  # reward_shaping, penalty
 ) -> float:             # reward in [penalty, 1]
     """Turn the blend of scores into the reward."""
-    if cfg.shaping in ADDITIVE:
+    if cfg.reward_shaping in ADDITIVE:
         return cfg.penalty + (1 - cfg.penalty)*raw
-    if cfg.shaping == 'binary':
+    if cfg.reward_shaping == 'binary':
         return float(raw > .5)
-    if cfg.shaping == 'ladder':
+    if cfg.reward_shaping == 'ladder':
         rung = ladder_rung(judged, raw)
         return rung/5 if rung or judged.readable else cfg.penalty
     if not judged.readable:
@@ -455,7 +455,7 @@ def blend_shares(
 def component_row(
     judged: Judged,                          # a judged completion
     terms: Sequence[tuple[float, Scaling]],  # share in the blend and curve of each score
-    cfg: RewardConfig,                       # shaping, penalty
+    cfg: RewardConfig,                       # reward_shaping, penalty
 ) -> tuple:                                  # one value per column of COLUMNS
     """Scale, blend and shape one completion's scores."""
     scores = [scale_score(score, curve) for score, (_, curve) in zip(judged.scores, terms)]
@@ -653,11 +653,11 @@ class RewardScorer:
         judged = self.spread(partial(judge_rows, self.patient, self.cfg), prompts, completions, targets)
         components, self.step = component_table(judged, self.cfg, self.step), self.step + 1
         components['reward'] = call_reward_fn(self.reward_fn, prompts, completions, components)
-        return Scores(final_rewards(components, self.norms if self.cfg.normalize else {}), components, judged)
+        return Scores(final_rewards(components, self.norms if self.cfg.normalize_rewards else {}), components, judged)
 
     def for_evaluation(self) -> 'RewardScorer':
         """The same scorer without curriculum and normalisation: one yardstick for before and after."""
-        steady = replace(self.cfg, reward_warmup_steps=0, normalize=False)
+        steady = replace(self.cfg, reward_warmup_steps=0, normalize_rewards=False)
         return RewardScorer(steady, self.engine, reward_fn=self.reward_fn)
 
     def state_dict(self) -> dict[str, Any]:

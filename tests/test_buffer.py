@@ -466,7 +466,7 @@ def test_a_running_mean_is_not_divided_by_the_spread_of_a_group():
 
 def test_credit_by_part_needs_to_know_how_each_answer_was_judged(model):
     source = collector(model)
-    source.credit = PartCredit(RewardConfig(shaping='continuous'), TASK.tokenizer)
+    source.credit = PartCredit(RewardConfig(reward_shaping='continuous'), TASK.tokenizer)
     with pytest.raises(SettingError, match='Scores.judged'): next(source)
 
 

@@ -257,7 +257,7 @@ MISTAKES = [
     ('score', ROW + '\n{"prompt": "hello", "completion": ""}', ['line 2', 'hello']),
     ('score', ROW + '\n\n' + json.dumps({'prompt': f'P: {START}', 'completion': ''}), ['line 3', START, '--engine']),
     ('score', ROW + '\n' + json.dumps({'prompt': f'P: {START}', 'completion': '', 'target': 'y'}), ['line 2', "target 'y'"]),
-    ('score --shaping cubic', ROW, ['--shaping', 'cubic', 'graduated']),
+    ('score --reward-shaping cubic', ROW, ['--reward-shaping', 'cubic', 'graduated']),
     ('score --penalty 1', ROW, ['penalty', '1']),
     ('score --penalty 2', '', ['penalty', '2']),
     ('eval --json=maybe', '', ['takes no value', 'maybe']),
@@ -322,7 +322,7 @@ MISTAKES = [
     ('train --use-gae true', '', ['--use-gae takes no value', 'true']),
     ('train --steps 2 5', '', ["'5' belongs to no flag"]),
     ('train --baseline-type best', '', ['best', 'group_mean']),
-    ('train --reward-shaping cubic', '', ['shaping', 'cubic', 'graduated']),
+    ('train --reward-shaping cubic', '', ['--reward-shaping', 'cubic', 'graduated']),
     ('train --clip-range -1', '', ['clip', '-1']),
     ('train --model no/such/folder', '', ['no/such/folder']),
     ('train --data no.txt', '', ['no.txt']),
@@ -449,7 +449,7 @@ def test_a_full_disk_is_no_traceback():
 
 
 def test_flags_that_a_command_could_do_nothing_with_are_none(call):
-    for command, words in {'score': ('reward-warmup-steps', 'normalize'), 'search': ('resume', 'auto-batch-size')}.items():
+    for command, words in {'score': ('reward-warmup-steps', 'normalize-rewards'), 'search': ('resume', 'auto-batch-size')}.items():
         for word in words: assert f'there is no flag --{word}' in call(command, f'--{word}')[2]
     assert 'runs/search' in '\n'.join(call('search', '--help')[1])
 

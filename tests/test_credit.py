@@ -22,7 +22,7 @@ from rookworld_nb.sampling import Rollouts
 from rookworld_nb.tasks import MAX_MOVES, env_parts, parse_env, parse_policy, policy_parts
 from rookworld_nb.weights import load_pretrained
 
-CFG = RewardConfig(shaping='continuous', fen_scaling='linear')
+CFG = RewardConfig(reward_shaping='continuous', fen_scaling='linear')
 SAMPLES = {task: [sample for sample in shipped('heldout') if sample.task == task][:40] for task in 'PA'}
 PIECES = ['M:', 'E:', 'B:', 'P:', ' ', 'e2e4', 'd7d8q', 'z9', '0.3', '-1', '+', '8/8', '\n', '<|endoftext|>', 'é', '']
 
@@ -134,7 +134,7 @@ def test_the_best_move_pays_into_its_place_in_the_list_beside_what_that_earned()
     assert shared[0, PART_NAMES['P'].index('M2')] == -1 and shared[0, PART_NAMES['P'].index('B1')] == 1 and shared.ne(0).sum() == 2
 
 
-@pytest.mark.parametrize('setting', [{'shaping': 'graduated'}, {'evals_scaling': 'quadratic'}, {'flags_scaling': 'exponential'}, {'normalize': True}, {'reward_warmup_steps': 3}])
+@pytest.mark.parametrize('setting', [{'reward_shaping': 'graduated'}, {'evals_scaling': 'quadratic'}, {'flags_scaling': 'exponential'}, {'normalize_rewards': True}, {'reward_warmup_steps': 3}])
 def test_rewards_that_are_of_whole_answers_are_refused(setting):
     with pytest.raises(ValueError, match=f'{next(iter(setting))}=.*whole answers'):
         PartCredit(replace(CFG, **setting), load_pretrained('nano')[1])

@@ -159,7 +159,7 @@ def test_rows_follow_the_samples():
 
 
 def test_rewards_are_measured_without_curriculum_and_leave_the_scorer_alone():
-    scorer = RewardScorer(RewardConfig(reward_warmup_steps=50, normalize=True, shaping='continuous'))
+    scorer = RewardScorer(RewardConfig(reward_warmup_steps=50, normalize_rewards=True, reward_shaping='continuous'))
     table = metrics_table([RUY], ['M: a1a8 a1a7 E: 0.0 0.0 B: a1a8'], scorer=scorer)
     assert table['reward'][0] == pytest.approx(-.3 + 1.3*2/8.5) and scorer.step == 0
 

@@ -138,7 +138,7 @@ def together(size, function):
 def test_scoring_is_shared_and_counted_as_one():
     samples, judged = shipped('heldout')[:5] + shipped('heldout')[-6:], []
     prompts, texts = [s.prompt for s in samples], [s.completion for s in samples[3:]] + [s.completion for s in samples[:3]]
-    config = RewardConfig(normalize=True, reward_warmup_steps=4)
+    config = RewardConfig(normalize_rewards=True, reward_warmup_steps=4)
 
     def score(ranks):
         def counting(judge, *columns): return ranks.spread(lambda *mine: (judged.append(len(mine[0])), judge(*mine))[1], *columns)

@@ -53,15 +53,15 @@ def policy(moves: str, evals: tuple = (), best: str | None = None) -> PolicyAnsw
 
 # ---- every setting reaches the rewards
 
-SMOOTH = RewardConfig(shaping='continuous')
-CHANGES = {'shaping': 'binary', 'penalty': -.5, 'illegal_cost': 1., 'repeat_cost': 1., 'legal_credit': .3, 'eval_tolerance': .2, 'best_floor': .5,
-           'best_loss_scale': .02, 'unlisted_share': .9, 'reward_tolerance': .1, 'reward_warmup_steps': 10, 'normalize': True,
+SMOOTH = RewardConfig(reward_shaping='continuous')
+CHANGES = {'reward_shaping': 'binary', 'penalty': -.5, 'illegal_cost': 1., 'repeat_cost': 1., 'legal_credit': .3, 'eval_tolerance': .2, 'best_floor': .5,
+           'best_loss_scale': .02, 'unlisted_share': .9, 'reward_tolerance': .1, 'reward_warmup_steps': 10, 'normalize_rewards': True,
            'normalize_momentum': .5, 'normalize_floor': 2.}
 
 
 @pytest.mark.parametrize('name', [field.name for field in fields(RewardConfig)])
 def test_each_field_moves_a_reward(name):
-    base = replace(SMOOTH, normalize=name.startswith('normalize_'))
+    base = replace(SMOOTH, normalize_rewards=name in ('normalize_momentum', 'normalize_floor'))
     change = CHANGES.get(name, 'quadratic' if name.endswith('_scaling') else 5.)
     pairs = BATTERY
     if name == 'normalize_momentum':  # matters from the second batch on, and where batches differ
@@ -76,9 +76,9 @@ def test_each_field_moves_a_reward(name):
 
 
 @pytest.mark.parametrize('name, value', [
-    ('shaping', 'stepwise'), ('fen_scaling', 'cubic'), ('best_weight', -1.), ('penalty', -2.), ('penalty', .1),
+    ('reward_shaping', 'stepwise'), ('fen_scaling', 'cubic'), ('best_weight', -1.), ('penalty', -2.), ('penalty', .1),
     ('policy_format_weight', 0.), ('eval_tolerance', 0.), ('best_floor', 1.5), ('evals_weight', math.nan),
-    ('reward_warmup_steps', -1), ('normalize_floor', math.inf), ('penalty', None), ('best_weight', 'much'), ('normalize', 'no')])
+    ('reward_warmup_steps', -1), ('normalize_floor', math.inf), ('penalty', None), ('best_weight', 'much'), ('normalize_rewards', 'no')])
 def test_bad_settings_are_named(name, value):
     with pytest.raises(RewardConfigError, match=name):
         RewardConfig(**{name: value})
@@ -96,7 +96,7 @@ TEXTS = st.one_of(st.text(max_size=80), st.lists(PIECES, max_size=16).map(''.joi
 @settings(max_examples=150)
 @given(text=TEXTS, shaping=st.sampled_from(get_args(Shaping)), scaling=st.sampled_from(get_args(Scaling)))
 def test_any_text_is_paid_within_range(text, shaping, scaling):
-    cfg = RewardConfig(shaping=shaping, **{name: scaling for name in SCALINGS})
+    cfg = RewardConfig(reward_shaping=shaping, **{name: scaling for name in SCALINGS})
     scores = RewardScorer(cfg)([P, A], [text, text], [TARGET, None])
     assert ((scores.rewards >= torch.tensor(-.3)) & (scores.rewards <= 1)).all()
     parts = scores.components.to_numpy()[:, 1:-1].astype(float)
@@ -112,8 +112,8 @@ def test_numbers_too_large_to_mean_anything():
 
 @pytest.mark.parametrize('shaping', ['graduated', 'continuous', 'linear', 'ladder'])
 def test_good_middling_and_bad_differ(shaping):
-    policy_rewards = rewards(RewardConfig(shaping=shaping), [(P, GOOD), (P, MIDDLING), (P, BAD), (P, 'x')])
-    env_rewards = rewards(RewardConfig(shaping=shaping), [(A, RIGHT), (A, ILLEGAL), (A, f'{FEN}+0.001'), (A, 'x')])
+    policy_rewards = rewards(RewardConfig(reward_shaping=shaping), [(P, GOOD), (P, MIDDLING), (P, BAD), (P, 'x')])
+    env_rewards = rewards(RewardConfig(reward_shaping=shaping), [(A, RIGHT), (A, ILLEGAL), (A, f'{FEN}+0.001'), (A, 'x')])
     for found in (policy_rewards, env_rewards[[0, 1, 3]]):
         assert (found.diff() < 0).all()
     assert policy_rewards[0] == env_rewards[0] == 1
@@ -130,7 +130,7 @@ def test_graduated_steps_and_unreadable():
 
 def test_the_ladder_pays_for_beginnings():
     "A third of the way is a third of the way, though nobody could read the whole answer."
-    climb = RewardConfig(shaping='ladder')
+    climb = RewardConfig(reward_shaping='ladder')
     moves = GOOD.partition(' E:')[0]
     assert rewards(climb, [(P, 'x'), (P, moves), (P, GOOD.partition(' B:')[0]), (P, GOOD)])[[0, 1, 3]].tolist() == pytest.approx([-.3, .2, 1])
     assert rewards(climb, [(P, GOOD.partition(' B:')[0])]).item() >= .6
@@ -175,7 +175,7 @@ def random_line(rng: random.Random) -> tuple[str, str, str]:
 def test_a_perfect_answer_earns_everything_in_any_order(shaping):
     rng = random.Random(0)
     prompts, targets, others = zip(*(random_line(rng) for _ in range(60)))
-    scorer = RewardScorer(RewardConfig(shaping=shaping))
+    scorer = RewardScorer(RewardConfig(reward_shaping=shaping))
     assert scorer(prompts, targets, targets).rewards.eq(1).all()
     assert scorer(prompts, others, targets).rewards.eq(1).all()
 
@@ -385,7 +385,7 @@ def test_normalisation_by_hand():
 
 
 def test_normalisation_is_per_task_once_per_batch_and_outside_the_table():
-    scorer = RewardScorer(replace(SMOOTH, normalize=True))
+    scorer = RewardScorer(replace(SMOOTH, normalize_rewards=True))
     pairs = [(P, GOOD), (P, BAD), (A, RIGHT), (A, COPY)]
     first = scorer([p for p, _ in pairs], [c for _, c in pairs], [TARGET, TARGET, None, None])
     assert torch.allclose(first.rewards, torch.tensor([1., -1, 1, -1]), atol=1e-4)
@@ -396,7 +396,7 @@ def test_normalisation_is_per_task_once_per_batch_and_outside_the_table():
 
 
 def test_a_resumed_scorer_continues():
-    cfg = replace(SMOOTH, normalize=True, reward_warmup_steps=7)
+    cfg = replace(SMOOTH, normalize_rewards=True, reward_warmup_steps=7)
     one, two = RewardScorer(cfg), RewardScorer(cfg)
     batches = [[GOOD, BAD], [MIDDLING, BAD], [MIDDLING, GOOD], [BAD, 'x']]
     def run(scorer, part): return [scorer([P]*2, texts, [TARGET]*2).rewards for texts in part]
@@ -408,7 +408,7 @@ def test_a_resumed_scorer_continues():
 
 
 def test_evaluation_uses_one_yardstick_and_leaves_no_trace():
-    scorer = RewardScorer(replace(SMOOTH, normalize=True, reward_warmup_steps=7), Oracle())
+    scorer = RewardScorer(replace(SMOOTH, normalize_rewards=True, reward_warmup_steps=7), Oracle())
     state = scorer.state_dict()
     yardstick = scorer.for_evaluation()
     first = yardstick([P, P], [MIDDLING, BAD]).rewards
@@ -461,7 +461,7 @@ def test_what_the_engine_fails_on_is_left_unjudged_and_the_rest_is_as_ever(norma
     samples, answers = positions_with_answers(6)
     prompts = [s.prompt for s in samples for _ in range(2)]
     texts = [text for s in samples for text in (s.completion, ' M: a1a1 E: 0.0 B: a1a1')]
-    cfg = RewardConfig(normalize=normalize)
+    cfg = RewardConfig(normalize_rewards=normalize)
     bad = {samples[1].fen, samples[4].fen}
     broken = RewardScorer(cfg, Failing(answers, bad.__contains__))(prompts, texts)
     kept = [i for i in range(12) if i//2 not in (1, 4)]
@@ -570,7 +570,7 @@ def test_the_rules_judge_env_answers_whatever_is_stored():
     with pytest.raises(BadTarget): RewardScorer()([leap], [right], ['no answer'])
 
 
-@pytest.mark.parametrize('setting', [{'normalize': .5}, {'normalize': 1}, {'reward_warmup_steps': 2.5}, {'penalty': False}, {'best_weight': '4'}])
+@pytest.mark.parametrize('setting', [{'normalize_rewards': .5}, {'normalize_rewards': 1}, {'reward_warmup_steps': 2.5}, {'penalty': False}, {'best_weight': '4'}])
 def test_a_setting_of_another_kind_is_refused(setting):
     with pytest.raises(RewardConfigError, match=f'{next(iter(setting))}={next(iter(setting.values()))!r}'): RewardConfig(**setting)
 
