@@ -920,8 +920,7 @@ COMMANDS = {
     'train': Command(train, {'config': 'rookworld_nb.config:TrainConfig'}),
     'eval': Command(evaluate_model), 'generate': Command(generate),
     'score': Command(score, {'rewards': 'rookworld_nb.rewards:RewardConfig'},
-                     # of no use to a single call
-                     ('reward_warmup_steps', 'normalize_rewards', 'normalize_momentum', 'normalize_floor')),
+                     ('reward_warmup_steps', 'normalize_rewards', 'normalize_momentum', 'normalize_floor')),    # many calls
     'label': Command(label), 'positions': Command(positions),
     'uci': Command(uci), 'report': Command(report), 'ablate': Command(ablate), 'batch-size': Command(batch_size),
     'search': Command(search, {'config': 'rookworld_nb.config:TrainConfig'},
