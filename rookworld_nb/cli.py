@@ -919,8 +919,8 @@ class Command(NamedTuple):
 COMMANDS = {
     'train': Command(train, {'config': 'rookworld_nb.config:TrainConfig'}),
     'eval': Command(evaluate_model), 'generate': Command(generate),
-    'score': Command(score, {'rewards': 'rookworld_nb.rewards:RewardConfig'},
-                     ('reward_warmup_steps', 'normalize_rewards', 'normalize_momentum', 'normalize_floor')),    # many calls
+    'score': Command(score, {'rewards': 'rookworld_nb.rewards:RewardConfig'},    # less what acts over many calls
+                     ('reward_warmup_steps', 'normalize_rewards', 'normalize_momentum', 'normalize_floor')),
     'label': Command(label), 'positions': Command(positions),
     'uci': Command(uci), 'report': Command(report), 'ablate': Command(ablate), 'batch-size': Command(batch_size),
     'search': Command(search, {'config': 'rookworld_nb.config:TrainConfig'},
