@@ -64,7 +64,7 @@ def _vocabulary() -> list[str]:
     words = [END_TOKEN, '[UNK]'] + HEADS + characters + SQUARES + PROMOTIONS + numbers + spaced + fields
     return list(dict.fromkeys(words + ['.' + number for number in numbers]))
 
-# %% ../nbs/12_pretrain.ipynb #e8a23507
+
 #: What one token is, first match first: heads, FEN fields, moves, numbers, and any single character.
 TOKEN_PATTERN = '|'.join([
     r'(?:^|(?<=\n))[PA]: ', r' [MEBL]:',
@@ -737,7 +737,7 @@ def learning_rate(
     fall = min(1., (config.steps - step)/(config.decay_share*config.steps))
     return config.lr*min(1., (step + 1)/config.warmup_steps)*(.02 + .98*fall)
 
-# %% ../nbs/12_pretrain.ipynb #3fe4b8a7
+
 def first_model(
     config: PretrainConfig,  # shape, seed, model
     tokenizer: Tokenizer,    # nano's
