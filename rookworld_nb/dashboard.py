@@ -460,7 +460,7 @@ class Controls:
 # %% ../nbs/18_dashboard.ipynb #ddb6cd04
 def show_box(
     box: w.Widget,  # what to show
-    words: str,   # shown where widgets cannot be
+    words: str,     # shown where widgets cannot be
 ) -> None:
     """Display a widget, with a line of text beside it in the stored notebook."""
     view = {'version_major': 2, 'version_minor': 0, 'model_id': box.model_id}

@@ -291,8 +291,8 @@ FEW = 10    # prompts' worth of successes, or of failures, below which the boots
 
 
 def student_t(
-    n: int,     # values that a standard error is calculated from, at least 2
-) -> float:     # standard errors on either side of their mean that hold 95 %: 1.96 for many
+    n: int,  # values that a standard error is calculated from, at least 2
+) -> float:  # standard errors on either side of their mean that hold 95 %: 1.96 for many
     """The .975 quantile of Student's t with n - 1 degrees of freedom (Abramowitz and Stegun 1964, 26.7.5)."""
     z, m = 1.96, n - 1
     terms = ((z**3 + z)/4, (5*z**5 + 16*z**3 + 3*z)/96, (3*z**7 + 19*z**5 + 17*z**3 - 15*z)/384)

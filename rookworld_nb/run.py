@@ -47,7 +47,7 @@ from .monitor import RunFolder, RunWriter, read_metrics, save_reward_curve, writ
 from .positions import (
     DataError, PromptMix, Sample, apart_from, by_task, is_rare, locked, read_lines,
     shipped, shipped_positions, spread, warn_malformed)
-from .rewards import PatientEngine, RewardScorer, engine_questions, name_of, default_reward
+from .rewards import PatientEngine, RewardScorer, default_reward, engine_questions, name_of
 from .rules import LABEL_NODES, Stockfish
 from .trainer import Trainer, restore_trainer, trainer_state
 from .weights import load_pretrained
