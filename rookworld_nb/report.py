@@ -729,8 +729,9 @@ def changes_section(
     first, rest = ([change_row(row) for row in part.to_dict('records')] for part in (table[shown], table[~shown]))
     able = int(table['z'].notna().sum())
     note = (f'Held-out prompts, each compared with itself. Marked where |z| is at least {SIGNIFICANT:g} (of few '
-            f'prompts more, by the t distribution). If nothing had changed, about {able/20:.1f} of the {able} rows with '
-            'a z would be marked all the same, in clumps: metrics of the same answers move together. Judge by the reward at the training temperature.')
+            'prompts more, by the t distribution). If nothing had changed, about '
+            f'{able/20:.1f} of the {able} rows with a z would be marked all the same, in clumps: '
+            'metrics of the same answers move together. Judge by the reward at the training temperature.')
     more = element('summary', f'{len(rest)} more metrics, the surest change first')
     return section(
         'Before and after',
