@@ -1,7 +1,7 @@
 """What is each part of nano's pre-training worth? Short runs, each with one part left out or changed.
 
     python benchmarks/pretrain_recipe.py --folder work/recipe --csv nbs/results/pretrain_recipe.csv
-    python benchmarks/pretrain_recipe.py recipe "no probes" "no verdicts" --model V3 --steps 8000 --lr 0.004 --folder work/sight --csv nbs/results/pretrain_sight.csv
+    python benchmarks/pretrain_recipe.py recipe "no probes" "no verdicts" --model V3 --steps 6000 --lr 0.004 --seeds 1 --folder work/sight --csv nbs/results/pretrain_sight.csv
 
 The runs of a study begin with random weights, or those of --model, and see the same number of tokens of the same data (made once, in --folder, with the settings of `rookworld pretrain`; none of the positions that the package
 ships). Two runs go side by side, on a thread each. Each ends with greedy answers to the shipped held-out positions, to the shipped rare moves (task `A rare`) and to --moves others that were kept apart (`A mix`: rare
