@@ -594,7 +594,11 @@ def alone_in(
 ) -> Iterator[None]:
     "Refuse a folder in which a run is going on; the lock ends with its process, however that ends."
     make_folder(folder)
-    with locked(folder/'.lock') as mine:
+    with ExitStack() as stack:
+        try: mine = stack.enter_context(locked(folder/'.lock'))
+        except OSError as error:    # it cannot even be opened
+            logger.warning('%s: cannot be locked (%s); see to it that no other run goes on there', folder, error)
+            mine = True
         if not mine:
             raise RunError(f'--output-dir {folder}: a run is going on there, in another process or in a loop that was '
                            'not left; stop it first')

@@ -152,6 +152,14 @@ def test_a_run_keeps_its_folder_from_the_examination_before_to_the_one_after(tmp
     with alone_in(tmp_path): pass
 
 
+def test_a_lock_that_cannot_be_opened_is_said_and_the_run_goes_on(tmp_path, caplog):
+    (tmp_path/'run'/'.lock').mkdir(parents=True)    # stands for what a file system refuses
+    with closing(Run(replace(TINY, output_dir=str(tmp_path/'run'))).steps()) as steps:
+        assert next(steps)['step'] == 1
+    assert 'run: cannot be locked (' in caplog.text and 'no other run goes on there' in caplog.text
+    with pytest.raises(IsADirectoryError, match='of the block'), alone_in(tmp_path/'run'): raise IsADirectoryError('of the block')
+
+
 def test_a_folder_that_is_no_run_is_not_gone_on_with(finished, tmp_path):
     folder = shutil.copytree(finished[1]/'final_checkpoint', tmp_path/'model')
     with pytest.raises(RunError, match='config.json is not of a run, .*architectures'): resumed_config(output_dir=str(folder))
