@@ -8,7 +8,6 @@ __all__ = ['SHARED', 'STUDIES', 'DEFAULT', 'UNTRAINED', 'KEPT', 'stopped', 'Abla
            'run_study', 'gains_of', 'effects']
 
 # %% ../nbs/24_ablations.ipynb #f019b59b
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from contextlib import ExitStack, closing
@@ -28,7 +27,7 @@ from .config import FREE, TrainConfig
 from .kl import EXACT_KL
 from .monitor import read_metrics, write_atomic
 from .rewards import RewardScorer
-from .run import Run, alone_in, examine
+from .run import Run, alone_in, examine, read_object
 from .weights import load_pretrained
 
 # %% ../nbs/24_ablations.ipynb #391aef91
@@ -205,7 +204,7 @@ def planned_runs(
                                 'start the study in a new folder')
         path, mine = place/'config.json', asdict(replace(config, output_dir=str(place)))
         here = {'resume': False, 'output_dir': str(place)}    # wherever the folder was when it was begun
-        if path.exists() and json.loads(path.read_text(encoding='utf-8')) | here != mine:
+        if path.exists() and read_object(path, AblationError) | here != mine:
             raise AblationError(f'{place} was started with other settings; start the study in a new folder')
     return {run: config for run, config in runs.items() if run not in made}
 

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['NUMERIC', 'LOWER_IS_BETTER', 'SIGNIFICANT', 'KEYS', 'NUMBERS', 'TASKS', 'BANDS', 'NO_PART', 'RANKS', 'KL_ROUNDING',
-           'PLACES', 'DEFAULTS', 'DOTS', 'PAGE_STYLE', 'POLICY', 'ReportError', 'read_object', 'logged_rows', 'RunData',
-           'read_run', 'ending', 'Html', 'element', 'table_of', 'number', 'rank', 'temperature_name', 'comparison',
-           'is_shown', 'plot_differences', 'plot_bands', 'plot_task', 'plot_looks', 'bin_edges', 'draw_histograms',
+           'PLACES', 'DEFAULTS', 'DOTS', 'PAGE_STYLE', 'POLICY', 'ReportError', 'logged_rows', 'RunData', 'read_run',
+           'ending', 'Html', 'element', 'table_of', 'number', 'rank', 'temperature_name', 'comparison', 'is_shown',
+           'plot_differences', 'plot_bands', 'plot_task', 'plot_looks', 'bin_edges', 'draw_histograms',
            'plot_distributions', 'Finding', 'findings', 'ranges', 'plot_lights', 'pick_samples', 'sample_card',
            'samples_of', 'identity_tolerance', 'first_update', 'changed_settings', 'as_word', 'command_line', 'png_of',
            'draw', 'figure_of', 'section', 'clock_text', 'dot', 'events_section', 'facts', 'heading', 'change_row',
@@ -17,7 +17,6 @@ __all__ = ['NUMERIC', 'LOWER_IS_BETTER', 'SIGNIFICANT', 'KEYS', 'NUMBERS', 'TASK
 # %% ../nbs/23_report.ipynb #1172b65e
 import base64
 import importlib
-import json
 import math
 import re
 import shlex
@@ -48,26 +47,11 @@ from .monitor import (
     view_limits, write_atomic)
 from .positions import spread
 from .rewards import default_reward
-from .run import SHOWN, read_events
+from .run import SHOWN, read_events, read_object
 
 # %% ../nbs/23_report.ipynb #40a214f1
 class ReportError(ValueError):
     "A folder or a file that cannot be reported on; the message names it and what is missing or wrong."
-
-
-def read_object(
-    path: Path,  # a JSON file; may be absent
-) -> dict[str, Any]:  # empty where the file is absent
-    "Read a file that holds one JSON object."
-    if not path.exists():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding='utf-8'))
-    except ValueError as error:
-        raise ReportError(f'{path} is not JSON: {error}') from None
-    if not isinstance(value, dict):
-        raise ReportError(f'{path} holds a {type(value).__name__}, not an object')
-    return value
 
 
 def logged_rows(
@@ -132,7 +116,8 @@ def read_run(
         raise ReportError(f'{folder} is not the run folder of a training with GRPO: its metrics.jsonl has no loss')
     found = {path.stem.removeprefix('step-'): path for path in folder.glob('completions/step-*.csv')}
     tables = {int(step): found[step] for step in sorted(filter(str.isdecimal, found), key=int)}
-    return RunData(folder, rows, read_object(folder/'config.json'), read_object(folder/'summary.json'), tables)
+    config, summary = (read_object(folder/f'{name}.json', ReportError) for name in ('config', 'summary'))
+    return RunData(folder, rows, config, summary, tables)
 
 
 def ending(
@@ -824,7 +809,7 @@ def settings_section(
                for name, value in changed_settings(run.config).items()]
     whole = [[name, as_word(value)] for name, value in run.config.items()]
     differing = table_of(['setting', 'value', 'default'], changed) if changed else element('p', 'All are the defaults.')
-    reward_fn = read_object(run.folder/'origin.json').get('reward_fn', default_reward.__name__)
+    reward_fn = read_object(run.folder/'origin.json', ReportError).get('reward_fn', default_reward.__name__)
     note = 'the same seed on the same kind of machine gives the same numbers, unless the run was made longer.'
     if read_events(run.folder): note = 'this run was steered by hand, and the command repeats it without that.'
     if reward_fn != default_reward.__name__:

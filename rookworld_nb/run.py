@@ -7,7 +7,7 @@ __all__ = ['logger', 'OFTEN', 'SIGHT', 'ENDINGS', 'SHOWN', 'apart_from_evaluatio
            'heldout_samples', 'run_folder', 'both_devices', 'warn_weightless', 'paid_by', 'open_engine', 'announced',
            'collector_of', 'Setup', 'updates_per_batch', 'prompts_to_draw', 'planned_work', 'trial_run',
            'memory_components', 'profile_batches', 'choose_batch', 'examine', 'glance', 'run_summary', 'finish',
-           'origin_of', 'run_state', 'save_run', 'check_origin', 'read_origin', 'restore_run', 'resumed_config',
+           'origin_of', 'run_state', 'save_run', 'check_origin', 'read_object', 'restore_run', 'resumed_config',
            'asked_for', 'NoWriter', 'interrupted_afterwards', 'terminated_as_interrupted', 'make_folder', 'alone_in',
            'check_settled', 'alone_and_current', 'writer_of', 'starting_config', 'Run', 'next_row', 'write_events',
            'is_event', 'read_events', 'levers', 'steer', 'closing_table', 'first_update_line', 'train']
@@ -50,7 +50,7 @@ from .positions import (
 from .rewards import PatientEngine, RewardScorer, default_reward, engine_questions, name_of
 from .rules import LABEL_NODES, Stockfish
 from .trainer import Trainer, restore_trainer, trainer_state
-from .weights import load_pretrained
+from .weights import ModelFileError, load_pretrained, read_json
 
 # %% ../nbs/22_run.ipynb #22f647c4
 logger = logging.getLogger(__name__)
@@ -445,15 +445,15 @@ def check_origin(
         raise RunError(f'reward_fn={run.origin["reward_fn"]}: {of_run} is paid by {before}; give that')
 
 
-def read_origin(
-    folder: Path,  # a run folder
-) -> dict[str, Any]:  # nothing, where an older version began it
-    "How a run began, from origin.json."
-    path = folder/'origin.json'
+def read_object(
+    path: Path,  # a JSON file of a run; may be absent
+    failure: type[ValueError] = RunError,  # what is raised where it holds no object
+) -> dict[str, Any]:  # empty where the file is absent
+    "Read a file that holds one JSON object."
     try:
-        return json.loads(path.read_text(encoding='utf-8')) if path.exists() else {}
-    except ValueError as error:
-        raise RunError(f'--resume: {path} is not JSON: {error}') from None
+        return read_json(path) if path.exists() else {}
+    except ModelFileError as error:
+        raise failure(str(error)) from None
 
 # %% ../nbs/22_run.ipynb #b6df323d
 def restore_run(
@@ -464,7 +464,7 @@ def restore_run(
     run.ranks.gather(None)    # nobody looks before that is done
     run.sums = checkpoint_sums(run.folder)    # before one is read: what another run writes from here on is noticed
     if (found := newest_checkpoint(run.folder)) is None:
-        check_origin(run, read_origin(run.folder))
+        check_origin(run, read_object(run.folder/'origin.json'))    # an older version wrote none
         if run.ranks.first: logger.warning('no checkpoint in %s yet: the run begins again', run.folder)
         return
     path, state = found
@@ -477,8 +477,7 @@ def restore_run(
     restore_buffer(run.buffer, state['buffer'], run.model.wte.weight.device)
     run.events, run.saved = state['events'], run.trainer.step
     run.started -= state['seconds']
-    if (path/PROFILES).exists():
-        run.profiles = json.loads((path/PROFILES).read_text(encoding='utf-8'))
+    run.profiles = read_object(path/PROFILES) or None
     if run.config.steps < run.trainer.step:
         raise RunError(f'--steps {run.config.steps}: the run in {run.folder} has done {run.trainer.step} already')
 
@@ -489,10 +488,7 @@ def resumed_config(
     "The configuration to go on with."
     folder = run_folder(TrainConfig(output_dir=asked.get('output_dir'), resume=True))
     stored = {field.name: field.default for field in fields(TrainConfig)}    # of before there was a setting
-    try:
-        stored |= json.loads((folder/'config.json').read_text(encoding='utf-8'))
-    except (ValueError, TypeError) as error:
-        raise RunError(f'--resume: {folder/"config.json"} is not JSON with settings: {error}') from None
+    stored |= read_object(folder/'config.json')
     if strange := sorted(stored.keys() - {field.name for field in fields(TrainConfig)}):
         raise RunError(f'--resume: {folder/"config.json"} is not of a run, which has no {", ".join(strange[:3])}')
     for name, value in asked.items():

@@ -453,7 +453,7 @@ def test_no_folder_and_no_run_folder(tmp_path):
 
 
 @pytest.mark.parametrize('name, content, words', [
-    ('config.json', '{"model": ', 'is not JSON'), ('config.json', '[1]', 'holds a list'), ('summary.json', '\0', 'is not JSON'),
+    ('config.json', '{"model": ', 'cannot be read as JSON'), ('config.json', '[1]', 'JSON object, not list'), ('summary.json', '\0', 'cannot be read as JSON'),
     ('completions/step-000005.csv', '', 'is not a table'), ('completions/step-000005.csv', 'prompt,task\na,b\n', 'no completion, reward, advantage'),
     ('completions/step-000005.csv', 'prompt,completion,task,reward,advantage\na,b,P,much,0\n', 'is not a table'),
     ('metrics.jsonl', '{"step": 1, "kl": "low"}\n', 'no number'),

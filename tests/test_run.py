@@ -846,7 +846,7 @@ def test_a_stop_by_hand_does_not_change_what_a_recovery_goes_back_to(tmp_path):
 @pytest.mark.parametrize('content', ['[1]', '"text"', '{'])
 def test_a_config_that_is_no_object_is_named(tmp_path, content):
     (tmp_path/'config.json').write_text(content)
-    with pytest.raises(RunError, match='config.json is not JSON with settings'): resumed_config(output_dir=str(tmp_path))
+    with pytest.raises(RunError, match='config.json: (cannot be read as JSON|must hold a JSON object)'): resumed_config(output_dir=str(tmp_path))
 
 
 def test_a_config_that_somebody_spoilt_is_named(tmp_path):
@@ -925,8 +925,9 @@ def test_before_the_first_checkpoint_too_a_run_goes_on_with_its_own_prompts(tmp_
     origin = json.loads((folder/'origin.json').read_text())
     (folder/'origin.json').write_text(json.dumps(origin | {'data': 'other'}))
     with pytest.raises(RunError, match='--data None: not what the run in .* began with'): Run(resumed_config(output_dir=str(folder)))
-    (folder/'origin.json').write_text('{')
-    with pytest.raises(RunError, match='origin.json is not JSON'): Run(resumed_config(output_dir=str(folder)))
+    for damaged, words in (('{', 'cannot be read as JSON'), ('[1]', 'must hold a JSON object, not list')):
+        (folder/'origin.json').write_text(damaged)
+        with pytest.raises(RunError, match=f'origin.json: {words}'): Run(resumed_config(output_dir=str(folder)))
     (folder/'origin.json').unlink()    # of an older version
     assert Run(resumed_config(output_dir=str(folder))).trainer.step == 0
 
