@@ -9,7 +9,7 @@ __all__ = ['Range', 'TOLERANCE', 'REWARD_METRICS', 'COMPLETION_METRICS', 'UPDATE
            'Light', 'light_of', 'lights', 'overall', 'simulated_run', 'Picture', 'Panel', 'column', 'smooth',
            'view_limits', 'dress', 'Chart', 'Curves', 'plot_curves', 'values_of', 'console_line', 'health_report',
            'plain', 'write_atomic', 'write_json', 'metric_rows', 'read_metrics', 'read_completions', 'mend_tail',
-           'metrics_line', 'append', 'RunFolder', 'RunWriter', 'save_reward_curve']
+           'metrics_line', 'RunFolder', 'RunWriter', 'save_reward_curve']
 
 # %% ../nbs/15_monitor.ipynb #c87cb6a9
 import csv
@@ -26,7 +26,6 @@ from functools import lru_cache
 from io import BytesIO
 from numbers import Real
 from pathlib import Path
-from typing import TextIO
 
 import numpy as np
 import pandas as pd
@@ -611,15 +610,6 @@ def metrics_line(
         raise MetricError(f'metrics are numbers, but got {wrong}')
     return json.dumps(plain(row), allow_nan=False) + '\n'
 
-
-def append(
-    file: TextIO,  # open for appending
-    text: str,     # whole lines, the last line feed included
-) -> None:
-    """Add lines to a file and hand them to the system at once."""
-    file.write(text)
-    file.flush()
-
 # %% ../nbs/15_monitor.ipynb #63ff3a0e
 class RunFolder:
     """A run's folder and the files in it that are written whole."""
@@ -667,7 +657,7 @@ class RunWriter(RunFolder):
         mend_tail(path)
         self.rewards = {row['step']: row['reward'] for row in metric_rows(path) if row.get('reward') is not None}
         files = (path, self.folder/'train.log')
-        self._metrics, self._log = (open(file, 'a', encoding='utf-8', newline='') for file in files)
+        self._metrics, self._log = (open(file, 'a', 1, 'utf-8', newline='') for file in files)    # flushed line by line
 
     def log(
         self,
@@ -681,8 +671,8 @@ class RunWriter(RunFolder):
         if math.isfinite(reward): self.rewards[step] = reward
         text = console_line(row, max(self.rewards.values(), default=reward), self.prompts)
         if self.report_every and step % self.report_every == 0: text += '\n' + health_report(row)
-        append(self._metrics, line)
-        append(self._log, text + '\n')
+        self._metrics.write(line)
+        self._log.write(text + '\n')
         return text
 
     def close(self) -> None:
