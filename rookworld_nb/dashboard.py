@@ -27,7 +27,7 @@ import pandas as pd
 from IPython import get_ipython
 from IPython.display import display
 
-from .monitor import BLUE, LIGHT_COLOURS, MUTED, ORANGE, Curves, Light, Picture, Rows, overall
+from .monitor import BLUE, LIGHT_COLOURS, MUTED, ORANGE, Curves, Light, Picture, Rows, numbers_of, overall
 from .positions import spread
 from .rewards import PolicyTruth, RewardTerms, read_env, read_policy
 from .rules import InvalidFen, env_step, legal_moves
@@ -69,7 +69,7 @@ class History:
     ) -> None:
         """Add a row; a number that is missing in it is NaN."""
         done = len(self.columns['step'])
-        row = {'step': done + 1.} | {name: math.nan if value is None else float(value) for name, value in row.items()}
+        row = {'step': done + 1.} | numbers_of(row)
         for name in row: self.columns.setdefault(name, [math.nan]*done)
         for name, values in self.columns.items(): values.append(row.get(name, math.nan))
 

@@ -6,10 +6,10 @@
 __all__ = ['Range', 'TOLERANCE', 'REWARD_METRICS', 'COMPLETION_METRICS', 'UPDATE_METRICS', 'RUN_METRICS', 'METRICS', 'COLOURS',
            'INK', 'MUTED', 'FAINT', 'BLUE', 'ORANGE', 'BAND', 'LIGHT_COLOURS', 'STYLE', 'PANELS', 'logger',
            'TABLE_COLUMNS', 'Rows', 'MetricError', 'Metric', 'registry', 'name_pattern', 'metric_for', 'range_text',
-           'Light', 'light_of', 'lights', 'overall', 'simulated_run', 'Picture', 'Panel', 'column', 'smooth',
-           'view_limits', 'dress', 'Chart', 'Curves', 'plot_curves', 'values_of', 'console_line', 'health_report',
-           'plain', 'write_atomic', 'write_json', 'metric_rows', 'read_metrics', 'read_completions', 'mend_tail',
-           'metrics_line', 'RunFolder', 'RunWriter', 'save_reward_curve']
+           'Light', 'light_of', 'numbers_of', 'lights', 'overall', 'simulated_run', 'Picture', 'Panel', 'column',
+           'smooth', 'view_limits', 'dress', 'Chart', 'Curves', 'plot_curves', 'values_of', 'console_line',
+           'health_report', 'plain', 'write_atomic', 'write_json', 'metric_rows', 'read_metrics', 'read_completions',
+           'mend_tail', 'metrics_line', 'RunFolder', 'RunWriter', 'save_reward_curve']
 
 # %% ../nbs/15_monitor.ipynb #c87cb6a9
 import csv
@@ -225,12 +225,18 @@ def light_of(
     return Light(colour, name, value, f'{edge}: {words}' if words else edge)
 
 # %% ../nbs/15_monitor.ipynb #d503671b
+def numbers_of(
+    metrics: Mapping[str, float | None],  # one row of the log, or of a file, where NaN is null
+) -> dict[str, float]:                    # the same
+    """A row as numbers: null is NaN."""
+    return {name: math.nan if value is None else float(value) for name, value in metrics.items()}
+
+
 def lights(
     metrics: Mapping[str, float],  # one row of the log
 ) -> list[Light]:                  # one per judged metric: the gravest first, then in the registry's order
     """Judge every number of a row that has a range, or that is no number at all."""
-    numbers = {name: math.nan if value is None else float(value) for name, value in metrics.items()}  # null in a file
-    found = [light for name, value in numbers.items() if (light := light_of(name, value))]
+    found = [light for name, value in numbers_of(metrics).items() if (light := light_of(name, value))]
     order = {name: place for place, name in enumerate(METRICS)}
     place = lambda light: order[known.name] if (known := metric_for(light.metric)) else len(order)
     return sorted(found, key=lambda light: (-COLOURS.index(light.colour), place(light)))
@@ -470,7 +476,8 @@ def values_of(
     """Take numbers out of a row; a name that is not there is an error that lists what is."""
     if missing := [name for name in names if name not in metrics]:
         raise MetricError(f'no {", ".join(missing)} in the row; it holds {", ".join(metrics) or "nothing"}')
-    return [math.nan if metrics[name] is None else float(metrics[name]) for name in names]    # null in a file
+    numbers = numbers_of({name: metrics[name] for name in names})
+    return [numbers[name] for name in names]
 
 
 def console_line(

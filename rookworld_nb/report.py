@@ -43,8 +43,8 @@ from .config import BY_SIZE, SMALL, TrainConfig
 from .evaluate import ROUNDING, TASK_METRICS, student_t
 from .monitor import (
     BAND, BLUE, COLOURS, FAINT, INK, LIGHT_COLOURS, MUTED, ORANGE, STYLE, TABLE_COLUMNS, Curves, Light, Panel, Picture,
-    column, dress, lights, metric_for, metric_rows, overall, plain, plot_curves, read_completions, values_of,
-    view_limits, write_atomic)
+    column, dress, lights, metric_for, metric_rows, numbers_of, overall, plain, plot_curves, read_completions,
+    values_of, view_limits, write_atomic)
 from .positions import spread
 from .rewards import default_reward
 from .run import SHOWN, read_events, read_object
@@ -61,7 +61,7 @@ def logged_rows(
     rows = []
     for row in metric_rows(path):
         try:
-            rows.append({name: math.nan if value is None else float(value) for name, value in row.items()})
+            rows.append(numbers_of(row))
         except (TypeError, ValueError):
             raise ReportError(f'{path}: step {row["step"]} holds something that is no number') from None
     return rows
@@ -919,8 +919,8 @@ def measured(
     metrics: Mapping[str, float],  # one row of the log
 ) -> dict[str, float]:  # without step and time, which are axes, and without what is NaN or null
     "What was measured in a step."
-    known = {name: float(value) for name, value in metrics.items() if value is not None}
-    return {name: value for name, value in known.items() if name not in ('step', 'time') and not math.isnan(value)}
+    return {name: value for name, value in numbers_of(metrics).items()
+            if name not in ('step', 'time') and not math.isnan(value)}
 
 # %% ../nbs/23_report.ipynb #b59e1465
 class MetricWriter:
