@@ -303,7 +303,6 @@ def mean_interval(
     values: np.ndarray,     # (n,) one value a unit, NaN left out
     shares: bool = True,    # yes and no, or fractions between; False: any measure, which may happen to be 0 and 1
     resamples: int = 1000,  # of the bootstrap
-    seed: int = 0,          # of the bootstrap
 ) -> dict[str, float]:      # mean, low, high (95 %), n
     """Mean with Wilson's interval for yes and no and for shares near 0 or 1, else the bootstrap's, or none."""
     values = values[~np.isnan(values)]
@@ -313,7 +312,7 @@ def mean_interval(
     elif len(values) and np.ptp(values) > ROUNDING:
         n, mean = len(values), values.mean()
         wider = student_t(n)/1.96*math.sqrt(n/(n - 1))    # few values look more alike than they are
-        low, high = (mean + wider*(end - mean) for end in bootstrap_interval(values, resamples, seed))
+        low, high = (mean + wider*(end - mean) for end in bootstrap_interval(values, resamples))
         if shares: low, high = max(0., low), min(1., high)
     else:
         low = high = math.nan    # the bootstrap would claim certainty
@@ -331,17 +330,15 @@ def by_prompt(
 
 
 def summarise(
-    table: pd.DataFrame,    # one row a completion
-    resamples: int = 1000,  # of the bootstrap
-    seed: int = 0,          # of the bootstrap
-) -> pd.DataFrame:          # by (task, temperature, metric): mean, low, high (95 %), n prompts
+    table: pd.DataFrame,  # one row a completion
+) -> pd.DataFrame:        # by (task, temperature, metric): mean, low, high (95 %), n prompts
     """Mean of every metric over prompts, with the interval of `mean_interval`."""
     rows = []
     for (task, temperature), part in table.groupby(['task', 'temperature']):
         for metric in TASK_METRICS[task]:
             values = by_prompt(part, metric).to_numpy()
             if len(values):
-                found = mean_interval(values, TASK_METRICS[task][metric].unit == 'share', resamples, seed)
+                found = mean_interval(values, TASK_METRICS[task][metric].unit == 'share')
                 rows.append((task, temperature, metric, *found.values()))
     columns = ['task', 'temperature', 'metric', 'mean', 'low', 'high', 'n']
     return pd.DataFrame(rows, columns=columns).set_index(columns[:3])

@@ -462,11 +462,9 @@ class Curves:
 def plot_curves(
     table: Mapping[str, Sequence[float]],  # metrics by column, as `read_metrics` returns them
     kl_target: float | None = None,        # marked in the KL panel, nats per token
-    panels: Sequence[Panel] = PANELS,      # which charts
-    columns: int = 3,                      # charts beside each other
 ) -> Picture:                              # a matplotlib Figure that shows itself
     """Draw a run: every panel with its healthy range as a band and in its title."""
-    return Curves(panels, columns, kl_target).update(table).figure
+    return Curves(kl_target=kl_target).update(table).figure
 
 # %% ../nbs/15_monitor.ipynb #1cd43d63
 def values_of(

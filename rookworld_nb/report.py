@@ -461,12 +461,11 @@ def plot_lights(
 def pick_samples(
     tables: Mapping[int, pd.DataFrame],  # step -> completions
     task: str,                           # 'P' or 'A'
-    count: int = 3,                      # completions from a table, if all have as many
-) -> dict[int, pd.DataFrame]:  # step -> the same number of completions from each, the best first
+) -> dict[int, pd.DataFrame]:  # step -> the same number of completions from each, three or fewer, the best first
     "Best, median and worst completion of a task in each table that has any."
     parts = {step: table[table['task'] == task] for step, table in tables.items()}
     parts = {step: part for step, part in parts.items() if len(part)}
-    count = min([count, *map(len, parts.values())])
+    count = min([3, *map(len, parts.values())])
     ordered = {step: part.sort_values('reward', ascending=False, kind='stable') for step, part in parts.items()}
     return {step: part.iloc[spread(range(len(part)), count)] for step, part in ordered.items()}
 
@@ -728,7 +727,6 @@ def changes_section(
 
 # %% ../nbs/23_report.ipynb #fa4bb3ba
 def course_section(
-    run: RunData,                   # any
     pictures: Mapping[str, bytes],  # from `draw`
 ) -> Html | None:  # None without a step
     "Curves."
@@ -871,7 +869,7 @@ def page(
     pictures: Mapping[str, bytes],  # from `draw`
 ) -> str:  # a whole HTML document
     "The report of a run."
-    sections = [changes_section(run, pictures), course_section(run, pictures), events_section(run),
+    sections = [changes_section(run, pictures), course_section(pictures), events_section(run),
                 lights_section(run, pictures), samples_section(run), start_section(run), settings_section(run)]
     sections = [each for each in sections if each is not None]
     places = [re.search('id="([^"]*)"><h2>([^<]*)', each).groups() for each in sections]

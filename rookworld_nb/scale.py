@@ -684,11 +684,10 @@ BINS = 3     # of a range
 
 def labels_of(
     column: pd.Series,  # one setting of all trials
-    bins: int = BINS,   # for a range
 ) -> tuple[list[str], list[str]]:  # the label of each trial; the labels in order
     "Values as words; those of a range as bins with equally many trials."
     if (values := listed(column)) is None:
-        codes = pd.qcut(pd.to_numeric(column), bins, labels=False, duplicates='drop')
+        codes = pd.qcut(pd.to_numeric(column), BINS, labels=False, duplicates='drop')
         names = {code: f'{part.min():.6g} to {part.max():.6g}' for code, part in column.groupby(codes)}
         return [names[code] for code in codes], list(names.values())
     key = lambda value: (0, value, '') if isinstance(value, (int, float)) else (1, 0, str(value))    # numbers first
