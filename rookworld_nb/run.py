@@ -10,7 +10,7 @@ __all__ = ['logger', 'OFTEN', 'SIGHT', 'ENDINGS', 'SHOWN', 'apart_from_evaluatio
            'origin_of', 'run_state', 'save_run', 'check_origin', 'read_object', 'restore_run', 'resumed_config',
            'asked_for', 'NoWriter', 'interrupted_afterwards', 'terminated_as_interrupted', 'make_folder', 'alone_in',
            'check_settled', 'alone_and_current', 'writer_of', 'starting_config', 'Run', 'next_row', 'write_events',
-           'is_event', 'read_events', 'levers', 'steer', 'closing_table', 'first_update_line', 'train']
+           'is_event', 'read_events', 'levers', 'steer', 'first_update_line', 'follow', 'closing_table', 'train']
 
 # %% ../nbs/22_run.ipynb #b15f4c93
 import copy
@@ -788,6 +788,37 @@ def steer(
     return f'After step {step}: {wish}{change}'
 
 # %% ../nbs/22_run.ipynb #c6ae6a68
+def first_update_line(
+    metrics: dict[str, float],  # of the first step that was not skipped
+) -> str:  # one line
+    "What the start-up check measured; the trainer stops the run where it fails."
+    return (f"First-update check passed: largest ratio {metrics['ratio_max']:.6f}, "
+            f"clipped {metrics['clip_ratio/region_mean']:.1%}, KL {metrics.get('kl', 0.):.2e}")
+
+
+def follow(
+    run: Run,                      # about to start
+    writers: Sequence,             # others that take each row
+    say: Callable[[str], object],  # takes a line for the console
+) -> None:
+    "Go through the steps of a run, with a bar and a line for each; where they are broken off, say so."
+    with tqdm(total=run.config.steps, initial=run.trainer.step, unit='step', dynamic_ncols=True,
+              disable=None if run.ranks.first else True) as bar:    # none: where it would end in a file
+        try:
+            unchecked = run.trainer.untouched
+            for metrics in run.steps(writers):
+                if unchecked and not run.trainer.untouched:
+                    say(first_update_line(metrics))
+                    unchecked = False
+                say(run.console)
+                bar.update()
+        except KeyboardInterrupt:
+            where = f'after step {run.trainer.step}' if run.settled else 'in the middle of a step'
+            say(f'stopped {where}; run folder: {run.folder}, --resume goes on after step {run.saved}')
+            raise
+    say(f'{run.trainer.stop_reason}; run folder: {run.folder}')
+
+# %% ../nbs/22_run.ipynb #d5273939
 #: Metrics of the closing table; the rest is in summary.json.
 SHOWN = {'P': ('reward', 'parsed', 'legal_fraction', 'best_legal', 'best_move_accuracy', 'top5_overlap'),
          'A': ('reward', 'state_exact', 'reward_correct', 'flags_correct')}
@@ -804,14 +835,6 @@ def closing_table(
     return shown[columns].to_string(index=False, na_rep='-', float_format='{:.3f}'.format)
 
 
-def first_update_line(
-    metrics: dict[str, float],  # of the first step that was not skipped
-) -> str:  # one line
-    "What the start-up check measured; the trainer stops the run where it fails."
-    return (f"First-update check passed: largest ratio {metrics['ratio_max']:.6f}, "
-            f"clipped {metrics['clip_ratio/region_mean']:.1%}, KL {metrics.get('kl', 0.):.2e}")
-
-# %% ../nbs/22_run.ipynb #d5273939
 def train(
     config: TrainConfig = TrainConfig(),  # what to do
     writers: Sequence[Callable] = (),     # (run folder, configuration) -> what takes each row: `log`, `close`
@@ -820,33 +843,17 @@ def train(
 ) -> pd.DataFrame:  # the before/after table
     "The main job, with its progress on the console: plan, evaluation, training, evaluation, table."
     run, say = Run(config, ranks, reward_fn), tqdm.write if ranks.first else lambda line: None
-    with ExitStack() as stack:
-        stack.callback(run.close)
+    with closing(run), ExitStack() as stack:
         others = [stack.enter_context(closing(make(run.folder, asdict(run.config)))) for make in writers if ranks.first]
         say(f'{planned_work(run)}\nHardware: {run.hardware}')
         if ranks.first:    # a place that cannot be written to, or where another run goes on, costs no examination
             stack.enter_context(alone_and_current(run))
             run.holds = True
-        before = None
         if run.heldout:
             say(f'Evaluating {len(run.heldout)} held-out positions before the first update')
             before = examine(run, run.reference)
-        with tqdm(total=run.config.steps, initial=run.trainer.step, unit='step', dynamic_ncols=True,
-                  disable=None if ranks.first else True) as bar:    # none: where it would end in a file
-            try:
-                unchecked = run.trainer.untouched
-                for metrics in run.steps(others):
-                    if unchecked and not run.trainer.untouched:
-                        say(first_update_line(metrics))
-                        unchecked = False
-                    say(run.console)
-                    bar.update()
-            except KeyboardInterrupt:
-                where = f'after step {run.trainer.step}' if run.settled else 'in the middle of a step'
-                say(f'stopped {where}; run folder: {run.folder}, --resume goes on after step {run.saved}')
-                raise
-        say(f'{run.trainer.stop_reason}; run folder: {run.folder}')
-        if before is None: return finish(run)
+        follow(run, others, say)
+        if not run.heldout: return finish(run)
         say('Evaluating the same positions again; if that is interrupted, --resume does it')
         table = finish(run, before, examine(run))
         say(closing_table(table))
