@@ -51,7 +51,7 @@ def force_to_disk(
 ) -> None:
     "Return when the disk has it, and not only the system's memory."
     if path.is_dir() and not hasattr(os, 'O_DIRECTORY'): return    # Windows opens no folders
-    handle = os.open(path, os.O_RDONLY)
+    handle = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)    # Windows flushes what may be written
     try:
         os.fsync(handle)
     finally:

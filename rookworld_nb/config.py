@@ -302,7 +302,8 @@ def rtx4090(
     "The public 124 M weights on a GPU with 24 GB: 64 prompts x 4 completions, in pieces for the memory."
     positions = None if changes.get('auto_batch_size') else 64
     return TrainConfig(**{'model': 'jrahn/RookWorld-LM-124M', 'device': 'cuda', 'batch_positions': positions,
-                          'group_size': 4, 'micro_batch_size': 32, 'steps': 1000, 'warmup_steps': 20} | changes)
+                          'group_size': 4, 'micro_batch_size': 32, 'bf16': True, 'matmul_precision': 'high',
+                          'steps': 1000, 'warmup_steps': 20} | changes)
 
 
 def emergency(
@@ -318,6 +319,6 @@ PRESETS = {preset.__name__: preset for preset in (nano, rtx4090, emergency)}
 
 # %% ../nbs/20_config.ipynb #6276f83d
 FREE = ('steps', 'output_dir', 'resume', 'device', 'reference_device', 'eval_every', 'keep_checkpoints',
-        'micro_batch_size', 'matmul_precision', 'compile', 'gradient_checkpointing', 'cudnn_benchmark',
-        'cuda_allocator', 'rank_timeout')
+        'micro_batch_size', 'matmul_precision', 'compile', 'cuda_graphs', 'gradient_checkpointing',
+        'cudnn_benchmark', 'cuda_allocator', 'rank_timeout')
 MOVABLE = ('model', 'data', 'stockfish_path')    # may lie elsewhere; what the first two hold is compared

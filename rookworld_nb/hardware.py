@@ -35,11 +35,12 @@ import torch.distributed.nn.functional  # noqa: F401 - imported later, its defau
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .graphs import GraphDecoder
 from .model import CACHE_BLOCK, GPT, GPTConfig
 
 # %% ../nbs/10_hardware.ipynb #8d58461c
 PRECISIONS = ('auto', 'highest', 'high', 'medium')
-COMPILE_MODES = ('default', 'reduce-overhead', 'max-autotune')
+COMPILE_MODES = ('default', 'max-autotune-no-cudagraphs')
 
 
 logger = logging.getLogger(__name__)
@@ -54,7 +55,8 @@ class HardwareConfig:
     "How the machine is used; the defaults give up no precision."
     matmul_precision: str = 'auto'    # of float32 products: highest | high (TF32 on a GPU) | medium; auto: an exact one
     bf16: bool = False                # multiply in bfloat16 inside the model's blocks; weights and logits stay float32
-    compile: str | None = None        # the MLPs by torch.compile: default | reduce-overhead | max-autotune; none: not
+    compile: str | None = None        # torch.compile: default | max-autotune-no-cudagraphs; none: not
+    cuda_graphs: bool = True          # on a GPU: record a step of sampling once, and play it back for every token
     gradient_checkpointing: bool = False  # backward computes each block again instead of storing its inside
     cudnn_benchmark: bool = False     # let cuDNN time its algorithms; acts on convolutions, of which GPT-2 has none
     cuda_allocator: str | None = 'max_split_size_mb:128'  # PYTORCH_CUDA_ALLOC_CONF, where the environment sets none
@@ -161,13 +163,12 @@ def set_allocator(
 
 def prepare_model(
     model: GPT,              # changed in place
-    config: HardwareConfig,  # bf16, compile, gradient_checkpointing
+    config: HardwareConfig,  # bf16, compile, cuda_graphs, gradient_checkpointing
 ) -> GPT:                    # the same
-    "Tell a model how to compute; its parameters and their names stay. A second call takes back all but `compile`."
+    "Tell a model how to compute; its parameters and their names stay. A second call takes back the first."
     model.bf16, model.gradient_checkpointing = config.bf16, config.gradient_checkpointing
-    if config.compile is not None:
-        for block in model.h:
-            block.mlp.compile(dynamic=True, mode=config.compile)
+    model.compile_mode = config.compile
+    model.decoder = GraphDecoder(model) if config.cuda_graphs and model.wte.weight.is_cuda else None
     return model
 
 # %% ../nbs/10_hardware.ipynb #84b53d33
@@ -193,7 +194,8 @@ def use_hardware(
              f'bf16: {"on" if config.bf16 else "off"}', f'compile: {config.compile or "off"}',
              f'gradient checkpointing: {"on" if config.gradient_checkpointing else "off"}']
     if torch.device(device).type == 'cuda':
-        words += [f'cudnn benchmark: {"on" if config.cudnn_benchmark else "off"}', f'allocator: {allocator}']
+        words += [f'CUDA graphs: {"on" if config.cuda_graphs else "off"}',
+                  f'cudnn benchmark: {"on" if config.cudnn_benchmark else "off"}', f'allocator: {allocator}']
     return '; '.join(words)
 
 # %% ../nbs/10_hardware.ipynb #c76558d4

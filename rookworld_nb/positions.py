@@ -487,7 +487,7 @@ def replacing(
     aside = path.with_name(f'.{path.name}.part')
     try:
         yield aside
-        with open(aside, 'rb') as file: os.fsync(file.fileno())
+        with open(aside, 'r+b') as file: os.fsync(file.fileno())
         os.replace(aside, path)
     except BaseException:
         aside.unlink(missing_ok=True)

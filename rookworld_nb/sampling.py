@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['COLDEST', 'TILE_ELEMENTS', 'SamplingError', 'PromptLengthError', 'draw', 'encode_prompts', 'repack', 'decode',
            'generate', 'Rollouts', 'decode_completions', 'check_request', 'room_after', 'sample', 'length_buckets',
-           'completion_hidden', 'token_logprobs', 'in_tiles', 'at_tokens', 'hidden_logprobs', 'completion_logprobs']
+           'completion_hidden', 'token_logprobs', 'in_tiles', 'usual_tile', 'at_tokens', 'hidden_logprobs',
+           'completion_logprobs']
 
 # %% ../nbs/06_sampling.ipynb #2781073b
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +18,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from .model import GPT, KVCache, Prefix
+from .model import GPT, KVCache, Prefix, compiled
 from .weights import end_token_id
 
 # %% ../nbs/06_sampling.ipynb #dc7e9286
@@ -127,6 +128,7 @@ def generate(
     mask, logprobs = (torch.zeros(shape, dtype=dtype, device=device) for dtype in (torch.bool, torch.float32))
     with torch.autocast(device.type, enabled=False):  # weights that a bf16 model converts stay converted until the end
         prefix = model.prefill(prompt_ids, prompt_mask) if len(ids) else None
+        if prefix and model.decoder: return model.decoder(prefix, noise, temperature, end_id)
         steps = decode(model, prefix, noise, temperature, end_id) if prefix else ()
         for t, (rows, tokens, chosen) in enumerate(steps):
             ids[rows, t], mask[rows, t], logprobs[rows, t] = tokens, True, chosen
@@ -258,12 +260,12 @@ def completion_hidden(
         t = int(longest[prompts].max())
         if t == 0: continue
         rows = (prompts[:, None]*group_size + torch.arange(group_size, device=device)).flatten()
-        seen, active = prompt_mask[prompts].any(0), completion_mask[rows, :t]
+        seen, active = prompt_mask[prompts].any(0), completion_mask[rows, :t].nonzero().T    # now, while a GPU is idle
         prefix = model.prefill(prompt_ids[prompts][:, seen], prompt_mask[prompts][:, seen])
         states = prefix.last_hidden.repeat_interleave(group_size, 0)[:, None]                # predicts token 0
         if t > 1: states = torch.cat([states, model.extend(completion_ids[rows, :t-1], prefix)], 1)
-        hidden.append(states[active])
-        places.append((rows[:, None]*T + torch.arange(t, device=device))[active])
+        hidden.append(states[*active])
+        places.append(rows[active[0]]*T + active[1])
     return hidden[0] if len(hidden) == 1 else torch.cat(hidden)[torch.cat(places).argsort()]
 
 # %% ../nbs/06_sampling.ipynb #c4323d88
@@ -292,7 +294,14 @@ def in_tiles(
     return tuple(None if parts[0] is None else torch.cat(parts) for parts in zip(*done))
 
 # %% ../nbs/06_sampling.ipynb #e811e231
-TILE_ELEMENTS = 2**24  # logits held at once: 64 MB in fp32
+TILE_ELEMENTS = 2**24  # logits held at once on a CPU: 64 MB in fp32
+
+
+def usual_tile(
+    device: torch.device,  # of the model
+) -> int:                  # logits held at once
+    'On a GPU a sixteenth of its memory: for many a batch all of them, and then backward computes none again.'
+    return torch.cuda.get_device_properties(device).total_memory//64 if device.type == 'cuda' else TILE_ELEMENTS
 
 
 def at_tokens(
@@ -310,14 +319,16 @@ def hidden_logprobs(
     temperature: float,         # >= 0; 0 counts as 1
     completion_mask: Tensor,    # (N, T) bool, M of them True
     with_entropy: bool = True,  # also entropies
-    tile_elements: int = TILE_ELEMENTS,  # logits held at once
+    tile_elements: int | None = None,  # logits held at once; None: `usual_tile`
 ) -> tuple[Tensor, Tensor | None]:  # (N, T) log-probabilities and entropies, nats, fp32; 0 where masked
     'The second half of `completion_logprobs`, for those who need the hidden states too.'
     completion_mask = completion_mask.bool()
-    def scored(hidden, ids): return token_logprobs(model, hidden, ids, temperature, with_entropy)
-    size = max(1, tile_elements//model.cfg.vocab_size)
+    score = token_logprobs if model.compile_mode is None else compiled(token_logprobs, model.compile_mode)
+    def scored(hidden, ids): return score(model, hidden, ids, temperature, with_entropy)
+    size = max(1, (tile_elements or usual_tile(hidden.device))//model.cfg.vocab_size)
+    places = (~completion_mask).flatten().byte().argsort(stable=True)[:len(hidden)]    # nobody has to wait for a GPU
     return tuple(None if values is None else at_tokens(completion_mask, values)
-                 for values in in_tiles(scored, hidden, completion_ids[completion_mask], size=size))
+                 for values in in_tiles(scored, hidden, completion_ids.flatten()[places], size=size))
 
 # %% ../nbs/06_sampling.ipynb #65690b85
 def completion_logprobs(
@@ -329,7 +340,7 @@ def completion_logprobs(
     temperature: float,         # the one that was sampled with
     completion_mask: Tensor,    # (N, T) bool
     with_entropy: bool = True,  # False saves one pass over the vocabulary; backward skips an entropy that no loss uses
-    tile_elements: int = TILE_ELEMENTS,  # logits held at once; more than that is done in tiles
+    tile_elements: int | None = None,  # logits held at once, more than that in tiles; None: `usual_tile`
 ) -> tuple[Tensor, Tensor | None]:  # (N, T) log-probabilities and entropies, nats, fp32, differentiable; 0 where masked
     'Log-probabilities of given completions, as `sample` reports them, with gradients.'
     hidden = completion_hidden(model, prompt_ids, prompt_mask, completion_ids, completion_mask, group_size)

@@ -32,7 +32,7 @@ from .kl import (
     check_count, check_option, exact_kl, per_token_kl)
 from .model import GPT
 from .sampling import (
-    TILE_ELEMENTS, Rollouts, at_tokens, completion_hidden, completion_logprobs, hidden_logprobs, in_tiles)
+    Rollouts, at_tokens, completion_hidden, completion_logprobs, hidden_logprobs, in_tiles, usual_tile)
 
 # %% ../nbs/14_trainer.ipynb #f8367652
 SCHEDULES = ('cosine', 'linear', 'constant')
@@ -291,14 +291,15 @@ def exact_token_kl(
     hidden: Tensor,     # (M, D) states of the policy
     micro: MicroBatch,  # with the reference's states
     direction: str,     # forward | reverse | symmetric
-    tile_elements: int = TILE_ELEMENTS,  # logits held at once
+    tile_elements: int | None = None,  # logits held at once; None: `usual_tile`
 ) -> Tensor:            # (n, T) nats, with gradients; 0 where masked
     "The KL of each token's whole distribution."
     def one(hidden, ref_hidden):
         with torch.no_grad(): ref_logits = ref_model.logits(ref_hidden.to(there)).to(hidden.device)
         logits = model.logits(hidden)
         return exact_kl(logits[None]/temperature, ref_logits[None]/temperature, direction).squeeze(0),
-    mask, size, there = micro.completion_mask, max(1, tile_elements//model.cfg.vocab_size), ref_model.wte.weight.device
+    mask, there = micro.completion_mask, ref_model.wte.weight.device
+    size = max(1, (tile_elements or usual_tile(hidden.device))//model.cfg.vocab_size)
     temperature = micro.temperature or 1.    # greedy samples too are scored at 1
     values, = in_tiles(one, hidden, micro.ref_hidden[mask], size=size)
     return at_tokens(mask, values)

@@ -122,6 +122,7 @@ CASES = {
              and 'bf16: on' in run.said),
     'gradient_checkpointing': ({'--gradient-checkpointing': True}, lambda plain, run: column(run, 'loss') == column(plain, 'loss')
                                and recomputed > 0 and 'gradient checkpointing: on' in run.said),
+    'cuda_graphs': ({'--no-cuda-graphs': True}, lambda plain, run: not json.loads((run.folder/'config.json').read_text())['cuda_graphs']),  # test_gpu.py
     'cudnn_benchmark': ({'--cudnn-benchmark': True}, lambda plain, run: torch.backends.cudnn.benchmark),
     'cuda_allocator': ({'--cuda-allocator': 'expandable_segments:True'}, lambda plain, run: os.environ['PYTORCH_CUDA_ALLOC_CONF'] == 'expandable_segments:True'),
     'use_gae': ({'--use-gae': True}, lambda plain, run: run.rows[0]['value_loss'] > 0 and 'value_loss' not in plain.rows[0]),

@@ -45,7 +45,7 @@ def put_back(monkeypatch):
 
 @pytest.mark.parametrize(('setting', 'words'), [
     ({'matmul_precision': 'tf32'}, '--matmul-precision tf32: must be one of auto, highest, high, medium'),
-    ({'compile': 'yes'}, '--compile yes: must be one of none, default, reduce-overhead, max-autotune')])
+    ({'compile': 'yes'}, '--compile yes: must be one of none, default, max-autotune-no-cudagraphs')])
 def test_bad_settings_are_named(setting, words):
     with pytest.raises(HardwareError) as caught:
         HardwareConfig(**setting)

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rookworld_nb import model as model_module
-from rookworld_nb.model import CACHE_BLOCK, GPT, GPTConfig, KVCache, ModelConfigError, SequenceError, causal_bias
+from rookworld_nb.model import CACHE_BLOCK, GPT, GPTConfig, KVCache, ModelConfigError, SequenceError, attend_after, attend_repeated, causal_bias, pad_vocabulary
 from torch.testing import assert_close
 from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.pytorch_utils import Conv1D
@@ -382,6 +382,34 @@ def test_no_tensor_is_made_on_another_device_and_nothing_waits_for_one():
         model.extend(new, prefix, cache)
         cache.select(rows)
         assert model.extend(new[:4], prefix, cache).shape == (4, 1, 21)
+
+
+@pytest.mark.parametrize('T, past', [(1, 0), (1, 5), (4, 0), (3, 2)])
+@pytest.mark.parametrize('padding', [False, True])
+@pytest.mark.parametrize('left', [None, [0, 3, 4, 11]])
+def test_prompts_repeated_for_each_row_give_the_same_attention(T, past, padding, left):
+    torch.manual_seed(0)
+    rows = None if left is None else torch.tensor(left)
+    N = 12 if rows is None else len(left)
+    def some(*shape): return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
+    prompt_k, prompt_v, q = some(3, 2, 7, 5), some(3, 2, 7, 5), some(N, 2, T, 5)
+    k, v = some(N, 2, past+T+2, 5), some(N, 2, past+T+2, 5)    # places behind the new tokens hold anything
+    bias = torch.zeros(3, 1, 1, 7, dtype=torch.float64).masked_fill(torch.arange(7) < torch.tensor([0, 4, 6])[:, None, None, None], -torch.inf) if padding else None
+    found = []
+    for attend in (attend_after, attend_repeated):
+        out = attend(q, k, v, prompt_k, prompt_v, bias, rows, 12, past)
+        found.append((out, *torch.autograd.grad(out.square().sum(), (q, k, v, prompt_k, prompt_v))))
+    for one, other in zip(*found): assert_close(one, other, atol=1e-12, rtol=1e-10)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason='no GPU')
+@pytest.mark.parametrize('V', [1, 63, 64, 65, 777])
+def test_an_embedding_is_padded_to_even_sizes(V):
+    embedding = torch.randn(V, 3, device='cuda', requires_grad=True)
+    wide = pad_vocabulary(embedding)
+    assert len(wide) % 64 == 0 and len(wide) - V < 64 and wide[:V].equal(embedding) and not wide[V:].any()
+    wide.sum().backward()
+    assert embedding.grad.eq(1).all() and pad_vocabulary(embedding.cpu()).shape == (V, 3)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason='no GPU')

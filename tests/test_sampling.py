@@ -449,18 +449,20 @@ def test_rollouts_move_between_devices(model, tokenizer):
 
 
 class Conversions(TorchDispatchMode):
-    "Counts how often a matrix of float32 is made one of bfloat16."
-    count = 0
+    "Counts how often a matrix of a model's weights is made one of bfloat16."
+    def __init__(self, model):
+        super().__init__()
+        self.count, self.weights = 0, {p.data_ptr() for p in model.parameters() if p.dim() == 2}
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function is torch.ops.aten._to_copy.default and args[0].dim() == 2 and kwargs.get('dtype') == torch.bfloat16: self.count += 1
+        if function is torch.ops.aten._to_copy.default and args[0].data_ptr() in self.weights and kwargs.get('dtype') == torch.bfloat16: self.count += 1
         return function(*args, **(kwargs or {}))
 
 
 def test_in_bfloat16_each_weight_is_converted_once(model, tokenizer):
     model = copy.deepcopy(model)
     model.bf16 = True
-    with Conversions() as conversions: rollouts = sample(model, tokenizer, PROMPTS, 2, 8, 1., seeded())
+    with Conversions(model) as conversions: rollouts = sample(model, tokenizer, PROMPTS, 2, 8, 1., seeded())
     assert rollouts.completion_ids.shape[1] > 2 and conversions.count == 4*model.cfg.n_layer
     assert not torch.is_autocast_enabled('cpu') and rollouts.logprobs.dtype == torch.float32
 
