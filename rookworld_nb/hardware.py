@@ -168,7 +168,7 @@ def prepare_model(
     "Tell a model how to compute; its parameters and their names stay. A second call takes back the first."
     model.bf16, model.gradient_checkpointing = config.bf16, config.gradient_checkpointing
     model.compile_mode = config.compile
-    model.decoder = GraphDecoder(model) if config.cuda_graphs and model.wte.weight.is_cuda else None
+    model.decoder = GraphDecoder() if config.cuda_graphs and model.wte.weight.is_cuda else None
     return model
 
 # %% ../nbs/10_hardware.ipynb #84b53d33

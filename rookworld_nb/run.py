@@ -303,6 +303,7 @@ def trial_run(
         next(rows)
         other.trainer.remember()
         next(rows, None)
+    if run.model.decoder: run.model.decoder.forget()    # it would count in the next trial
     return other
 
 # %% ../nbs/22_run.ipynb #20ef2816
@@ -310,7 +311,7 @@ def memory_components(
     run: Setup,            # afterwards as before
     batch_positions: int,  # prompts of a batch
     group_size: int,       # completions of each
-) -> dict[str, float]:     # GB by component; cache and activations are not there at the same time
+) -> dict[str, float]:     # GB by component; without CUDA graphs the cache is gone before the activations come
     "What the memory of a batch goes to, as far as it is tensors that live longer than a moment."
     with KeptForBackward([*run.model.parameters(), *run.reference.parameters()]) as meter:
         other = trial_run(run, batch_positions, group_size)
@@ -354,10 +355,11 @@ def examine(
     scorer: RewardScorer | None = None,  # None: the run's own
 ) -> pd.DataFrame:  # one row a completion, as `evaluate.evaluate`
     "Held-out completions at the training temperature and greedy, with the same noise at every call."
-    sampled = {run.config.temperature: run.config.eval_samples, 0.: 1}
-    tables = [evaluate(model or run.model, run.tokenizer, run.heldout, temperature, run.config.seed,
+    sampled, model = {run.config.temperature: run.config.eval_samples, 0.: 1}, model or run.model
+    tables = [evaluate(model, run.tokenizer, run.heldout, temperature, run.config.seed,
                        scorer or run.scorer, count, run.config.max_new_tokens, ranks=run.ranks)
               for temperature, count in sampled.items()]
+    if model.decoder: model.decoder.forget()    # its places are for other shapes than those of the training
     return pd.concat(tables, ignore_index=True)
 
 

@@ -40,6 +40,7 @@ def draw(
     else:
         cumulative = logprobs.exp().cumsum(-1)
         ids = torch.searchsorted(cumulative, noise[:, None]*cumulative[:, -1:], right=True)
+        ids = ids.clamp(max=logits.shape[-1]-1)    # beyond all there is only NaN
     return ids.squeeze(1), logprobs.gather(1, ids).squeeze(1)
 
 # %% ../nbs/06_sampling.ipynb #4407b6f1
@@ -128,7 +129,7 @@ def generate(
     mask, logprobs = (torch.zeros(shape, dtype=dtype, device=device) for dtype in (torch.bool, torch.float32))
     with torch.autocast(device.type, enabled=False):  # weights that a bf16 model converts stay converted until the end
         prefix = model.prefill(prompt_ids, prompt_mask) if len(ids) else None
-        if prefix and model.decoder: return model.decoder(prefix, noise, temperature, end_id)
+        if prefix and model.decoder: return model.decoder(model, prefix, noise, temperature, end_id)
         steps = decode(model, prefix, noise, temperature, end_id) if prefix else ()
         for t, (rows, tokens, chosen) in enumerate(steps):
             ids[rows, t], mask[rows, t], logprobs[rows, t] = tokens, True, chosen

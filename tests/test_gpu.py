@@ -1,15 +1,17 @@
 """A GPU's fast paths give what the plain ones give; all but the CPU's tests of them need one."""
 import copy
+import gc
 import math
+import weakref
 
 import pytest
 import torch
 from torch.testing import assert_close
 
 from rookworld_nb import graphs
-from rookworld_nb.graphs import DecodingTables, GraphDecoder, attend_at, attend_fused, draw_fused, half_twin, products
+from rookworld_nb.graphs import DecodingTables, GraphDecoder, attend_at, attend_fused, draw_fused, twin_of, products
 from rookworld_nb.hardware import HardwareConfig, prepare_model, use_hardware
-from rookworld_nb.model import GPT, GPTConfig
+from rookworld_nb.model import GPT, GPTConfig, SequenceError
 from rookworld_nb.positions import by_task, shipped
 from rookworld_nb.sampling import SamplingError, completion_logprobs, draw, encode_prompts, generate, sample
 from rookworld_nb.weights import end_token_id, load_pretrained
@@ -34,7 +36,7 @@ def written(nano, device, task, n, temperature, group=4, limit=100, decoder=True
     model, tokenizer = nano
     model, end = copy.deepcopy(model).to(device), end_token_id(tokenizer)
     ids, mask = (x.to(device) for x in encode_prompts(tokenizer, prompts_of(task, n), end))
-    model.decoder = GraphDecoder(model) if decoder else None
+    model.decoder = GraphDecoder() if decoder else None
     return generate(model, ids, mask, group, limit, temperature, end, torch.Generator().manual_seed(3), **options)
 
 
@@ -69,7 +71,7 @@ def test_no_token_ends_a_row(device):
     model = GPT(GPTConfig(2, 2, 48, 301, 64)).to(device).requires_grad_(False)    # heads of 24, an odd vocabulary
     ids = torch.randint(0, 301, (3, 7), device=device)
     rows = []
-    for decoder in (None, GraphDecoder(model)):
+    for decoder in (None, GraphDecoder()):
         model.decoder = decoder
         rows.append(generate(model, ids, torch.ones_like(ids, dtype=torch.bool), 5, 20, 1., -1, torch.Generator().manual_seed(0)))
     same(*rows)
@@ -80,7 +82,7 @@ def test_no_token_ends_a_row(device):
 @pytest.mark.parametrize('bf16', [False, True])
 def test_the_recording_follows_the_weights(nano, device, bf16):
     model, tokenizer = copy.deepcopy(nano[0]).to(device), nano[1]
-    model.bf16, model.decoder = bf16, GraphDecoder(model)
+    model.bf16, model.decoder = bf16, GraphDecoder()
     def now(): return sample(model, tokenizer, prompts_of('P', 3), 4, 30, 0.).completion_ids
     first = now()
     recorded = dict(model.decoder.recorded)
@@ -100,7 +102,7 @@ def test_the_recording_follows_the_weights(nano, device, bf16):
 @pytest.mark.parametrize('device', DEVICES)
 def test_few_recordings_are_kept(nano, device):
     model, tokenizer = copy.deepcopy(nano[0]).to(device), nano[1]
-    model.decoder = GraphDecoder(model)
+    model.decoder = GraphDecoder()
     for group in range(1, 8): sample(model, tokenizer, prompts_of('P', 2), group, 5, 1.)
     assert len(model.decoder.recorded) == GraphDecoder.KEPT
     sample(model, tokenizer, prompts_of('P', 2), 7, 5, 1.)
@@ -108,24 +110,76 @@ def test_few_recordings_are_kept(nano, device):
 
 
 @pytest.mark.parametrize('device', DEVICES)
-def test_broken_weights_are_named_and_leave_nothing_behind(nano, device):
+@pytest.mark.parametrize('temperature', [0., .9])
+def test_broken_weights_are_named_and_leave_nothing_behind(nano, device, temperature):
     model, tokenizer = copy.deepcopy(nano[0]).to(device), nano[1]
-    model.decoder = GraphDecoder(model)
-    right = sample(model, tokenizer, prompts_of('P', 3), 4, 30, 0.).completion_ids
+    model.decoder = GraphDecoder()
+    right = sample(model, tokenizer, prompts_of('P', 3), 4, 30, temperature, torch.Generator().manual_seed(0)).completion_ids
     good = model.h[2].attn.c_attn.weight.clone()
     with torch.no_grad(): model.h[2].attn.c_attn.weight[-1] = math.nan
-    with pytest.raises(SamplingError, match='NaN or infinity'): sample(model, tokenizer, prompts_of('P', 3), 4, 30, 0.)
+    with pytest.raises(SamplingError, match='NaN or infinity'): sample(model, tokenizer, prompts_of('P', 3), 4, 30, temperature, torch.Generator().manual_seed(0))
     with torch.no_grad(): model.h[2].attn.c_attn.weight.copy_(good)
-    assert sample(model, tokenizer, prompts_of('P', 3), 4, 30, 0.).completion_ids.equal(right)
+    assert sample(model, tokenizer, prompts_of('P', 3), 4, 30, temperature, torch.Generator().manual_seed(0)).completion_ids.equal(right)
 
 
-def test_a_copy_of_a_model_has_no_decoder_and_a_twin_shares_what_is_not_converted(nano):
+def test_a_copy_of_a_model_has_no_recordings_and_a_twin_shares_what_is_not_converted(nano):
     model = copy.deepcopy(nano[0])
-    model.decoder = GraphDecoder(model)
-    assert copy.deepcopy(model).decoder is None
-    twin = half_twin(model)
+    model.decoder = GraphDecoder()
+    sample(model, nano[1], prompts_of('P', 1), 1, 2, 1.)
+    assert model.decoder.recorded and not copy.deepcopy(model).decoder.recorded
+    model.bf16 = True
+    twin = twin_of(model)
     assert twin.wte.weight is model.wte.weight and twin.h[0].ln_1.bias is model.h[0].ln_1.bias
     assert {p.dtype for p in products(twin)} == {torch.bfloat16} and {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize('device', DEVICES)
+def test_the_recording_that_was_not_used_for_longest_goes(nano, device):
+    model, tokenizer = copy.deepcopy(nano[0]).to(device), nano[1]
+    model.decoder = GraphDecoder()
+    for temperature in (1., .9, .8, .7, 1., .5): sample(model, tokenizer, prompts_of('P', 1), 1, 2, temperature)
+    assert [options[0] for _, options in model.decoder.recorded] == [.8, .7, 1., .5]
+    model.decoder.forget()
+    assert not model.decoder.recorded and model.decoder.twin is None
+
+
+def test_a_model_that_nobody_wants_is_let_go(nano):
+    model = copy.deepcopy(nano[0])
+    model.decoder = GraphDecoder()
+    sample(model, nano[1], prompts_of('P', 1), 1, 2, 1.)
+    seen = weakref.ref(model)
+    gc.disable()
+    try:
+        del model
+        assert seen() is None
+    finally: gc.enable()
+
+
+@pytest.mark.parametrize('device', DEVICES)
+def test_inference_mode_first_and_plain_sampling_after_it(nano, device):
+    model, tokenizer = copy.deepcopy(nano[0]).to(device), nano[1]
+    model.decoder = GraphDecoder()
+    with torch.inference_mode(): first = sample(model, tokenizer, prompts_of('P', 2), 2, 9, 0.).texts
+    assert sample(model, tokenizer, prompts_of('P', 2), 2, 9, 0.).texts == first
+
+
+@pytest.mark.parametrize('device', DEVICES)
+def test_more_tokens_than_positions_are_refused(device):
+    model = GPT(GPTConfig(1, 1, 8, 11, 16)).to(device).requires_grad_(False)
+    model.decoder, ids = GraphDecoder(), torch.ones(1, 10, dtype=torch.int64, device=device)
+    with pytest.raises(SequenceError, match='17 tokens are more than the n_positions=16'): generate(model, ids, ids.bool(), 1, 8, 1., -1)
+    assert generate(model, ids, ids.bool(), 1, 7, 1., -1)[0].shape == (1, 7)
+
+
+@pytest.mark.parametrize('bf16', [False, True])
+def test_float64_stays_float64(bf16):
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(2, 2, 16, 11, 32)).double().requires_grad_(False)
+    ids, found = torch.randint(0, 11, (2, 5)), []
+    model.bf16 = bf16
+    for model.decoder in (None, GraphDecoder()):
+        found.append(generate(model, ids, ids >= 0, 3, 9, 1., -1, torch.Generator().manual_seed(0)))
+    same(*found)
 
 
 @pytest.mark.parametrize('device', DEVICES)
