@@ -182,8 +182,7 @@ class DecodingTables:
         store = torch.bfloat16 if in_half(model) else like.dtype
         def make(*shape, dtype=like.dtype): return torch.zeros(shape, dtype=dtype, device=like.device)
         def per_layer(count, tokens):
-            shape = count, cfg.n_head, tokens, cfg.n_embd//cfg.n_head
-            return [make(*shape, dtype=store) for _ in range(cfg.n_layer)]
+            return [make(count, cfg.n_head, tokens, cfg.n_embd//cfg.n_head, dtype=store) for _ in range(cfg.n_layer)]
         self.prompt_keys, self.prompt_values = per_layer(n_prompts, width), per_layer(n_prompts, width)
         self.keys, self.values, self.bias = per_layer(rows, limit), per_layer(rows, limit), make(n_prompts, 1, 1, width)
         self.hidden, self.start, self.at = make(rows, cfg.n_embd), make(rows, 1, dtype=int), make(1, dtype=int)
@@ -205,8 +204,9 @@ class DecodingTables:
         self.start[:rows] = prefix.lengths.repeat_interleave(rows//B)[:, None]
         self.hidden[:rows] = prefix.last_hidden.repeat_interleave(rows//B, 0)
         self.noise[:limit, :rows] = noise
-        for x, value in zip((self.at, self.mask, self.logprobs, self.ids, self.sound), (0, 0, 0, end_id, 1)): x.fill_(value)
-        self.done.fill_(True)[:rows] = False
+        for table in (self.at, self.mask, self.logprobs): table.zero_()
+        for table, value in ((self.ids, end_id), (self.sound, True), (self.done, True)): table.fill_(value)
+        self.done[:rows] = False
 
 # %% ../nbs/09b_graphs.ipynb #296bca30
 def decode_step(
