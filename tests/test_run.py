@@ -24,11 +24,12 @@ import transformers
 import rookworld_nb.trainer
 from rookworld_nb.checkpoint import CheckpointError, checkpoints_of, newest_checkpoint, read_checkpoint, write_checkpoint
 from rookworld_nb.config import BY_SIZE, OPEN, RunError, TrainConfig
+from rookworld_nb.graphs import GraphDecoder
 from rookworld_nb.monitor import read_metrics
 from rookworld_nb.positions import by_task, is_rare, shipped, write_lines
 from rookworld_nb.rewards import EngineSilent
 from rookworld_nb.rules import LABEL_NODES, EngineNotFound, Stockfish, fen_key, find_stockfish
-from rookworld_nb.run import (Run, alone_in, closing_table, examine, heldout_samples, levers, planned_work, read_events, resumed_config, run_state, save_run, steer, train,
+from rookworld_nb.run import (Run, Setup, alone_in, closing_table, examine, heldout_samples, levers, planned_work, read_events, resumed_config, run_state, save_run, steer, train,
                               training_samples, trial_run)
 from rookworld_nb.tasks import parse_env
 from rookworld_nb.weights import ModelNameError, load_pretrained, save_pretrained
@@ -712,6 +713,17 @@ def test_a_poisoned_reward_is_saved_and_the_run_goes_on(tmp_path):
 
 
 # ---- steered by hand
+
+def test_evaluations_and_trials_give_back_what_a_decoder_keeps(tmp_path):
+    run = Setup(replace(SHORT, output_dir=str(tmp_path/'run')))
+    for model in (run.model, run.reference): model.decoder = GraphDecoder()
+    plain = examine(run)
+    assert not run.model.decoder.recorded and examine(run, run.reference).equals(plain) and not run.reference.decoder.recorded
+    trial_run(run, 2, 2)
+    assert not run.model.decoder.recorded
+    run.model.decoder = None
+    assert examine(run)['completion'].equals(plain['completion'])
+
 
 @pytest.fixture(scope='module')
 def steered(tmp_path_factory):
