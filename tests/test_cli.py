@@ -242,7 +242,7 @@ MISTAKES = [
     ('eval --model run', '', ['run folder', 'run/final_checkpoint']), ('eval --model empty', '', ['no config.json', 'empty']),
     ('score utf16.txt', '', ['utf16.txt', 'UTF-8 text']), ('train --data onlyp.txt', '', ['A: prompts', 'give 0']),
     ('train --output-dir bad.toml/run', '', ['--output-dir', 'bad.toml']), ('pretrain --n-head 7', '', ['--n-head 7', '160']),
-    ('pretrain --lr -1', '', ['--lr -1']), ('train --resume --output-dir torn', '', ['torn/config.json', 'JSON']),
+    ('pretrain --lr -1', '', ['--lr -1']), ('train --resume --output-dir torn', '', ['torn/config.json', 'cannot be read as JSON']),
     ('score', '', ['no rows']),
     ('score no.jsonl', '', ['no.jsonl']),
     ('score', ROW + '\nnonsense', ['line 2', 'JSON']), ('score --nodes 0', ROW, ['--nodes', '0']), ('score --nodes 5', ROW, ['--nodes 5', '--engine']), ('label --shards 0', START, ['--shards', '0']),

@@ -9,7 +9,7 @@ import torch
 from torch.testing import assert_close
 
 from rookworld_nb import graphs
-from rookworld_nb.graphs import DecodingTables, GraphDecoder, attend_at, attend_fused, draw_fused, twin_of, products
+from rookworld_nb.graphs import DecodingTables, GraphDecoder, attend_at, attend_fused, draw_fused, products, twin_of
 from rookworld_nb.hardware import HardwareConfig, prepare_model, use_hardware
 from rookworld_nb.model import GPT, GPTConfig, SequenceError
 from rookworld_nb.positions import by_task, shipped

@@ -855,10 +855,11 @@ def test_a_stop_by_hand_does_not_change_what_a_recovery_goes_back_to(tmp_path):
     assert run.trainer.proposed == proposed == read_checkpoint(run.folder/'final_checkpoint')['trainer']['proposed']
 
 
-@pytest.mark.parametrize('content', ['[1]', '"text"', '{'])
-def test_a_config_that_is_no_object_is_named(tmp_path, content):
+@pytest.mark.parametrize(('content', 'words'), [
+    ('[1]', 'must hold a JSON object, not list'), ('"text"', 'must hold a JSON object, not str'), ('{', 'cannot be read as JSON')])
+def test_a_config_that_is_no_object_is_named(tmp_path, content, words):
     (tmp_path/'config.json').write_text(content)
-    with pytest.raises(RunError, match='config.json: (cannot be read as JSON|must hold a JSON object)'): resumed_config(output_dir=str(tmp_path))
+    with pytest.raises(RunError, match=f'config.json: {words}'): resumed_config(output_dir=str(tmp_path))
 
 
 def test_a_config_that_somebody_spoilt_is_named(tmp_path):
