@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .model import GPT, Prefix, Rule, SequenceError, attention, pad_vocabulary
+from .model import GPT, Prefix, Rule, SequenceError, attend_repeated, pad_vocabulary
 from .sampling import SamplingError, draw
 
 # %% ../nbs/09b_graphs.ipynb #d60999a5
@@ -36,11 +36,9 @@ def attend_at(
     "Store a token, and attend from it to its prompt, to the tokens stored before it, and to itself."
     keys.index_copy_(2, at, k)
     values.index_copy_(2, at, v)
-    for_rows = partial(torch.repeat_interleave, repeats=len(q)//len(prompt_k), dim=0)
     seen = torch.arange(keys.shape[2], device=at.device) <= at
     own_bias = torch.zeros_like(seen, dtype=q.dtype).masked_fill_(~seen, -math.inf)
-    both = torch.cat([for_rows(bias.to(q.dtype)), own_bias.expand(len(q), 1, 1, -1)], -1)
-    return attention(q, torch.cat([for_rows(prompt_k), keys], 2), torch.cat([for_rows(prompt_v), values], 2), both)
+    return attend_repeated(q, keys, values, prompt_k, prompt_v, own_bias, bias)
 
 # %% ../nbs/09b_graphs.ipynb #7d60682d
 try:    # comes with PyTorch for NVIDIA GPUs on Linux

@@ -386,8 +386,10 @@ def attend_after(
     past: int = 0,               # own tokens before the new ones
 ) -> Tensor:                     # (N, H, T, d)
     'Attention to the prompt and, causally, to the own tokens: two products, one softmax.'
-    if q.is_cuda: return attend_repeated(q, k, v, prompt_k, prompt_v, bias, rows, n_slots, past)
     B, T, S, Tp = len(prompt_k), q.shape[2], k.shape[2], prompt_k.shape[2]
+    if q.is_cuda:
+        own_bias = causal_bias(T, S, past, q.dtype, q.device)
+        return attend_repeated(q, k, v, prompt_k, prompt_v, own_bias, bias, rows, n_slots)
     q = q*q.shape[-1]**-0.5
     to_prompt = grouped(q, B, rows, n_slots) @ prompt_k.transpose(-1, -2)                 # (B, H, G*T, Tp)
     if bias is not None: to_prompt += bias.to(to_prompt.dtype)
@@ -399,23 +401,23 @@ def attend_after(
 
 # %% ../nbs/00_gpt2.ipynb #530da154
 def attend_repeated(
-    q: Tensor,                   # all as in `attend_after`
+    q: Tensor,                   # all but `own_bias` as in `attend_after`
     k: Tensor,                   # (N, H, S, d)
     v: Tensor,                   # (N, H, S, d)
     prompt_k: Tensor,            # (B, H, Tp, d)
     prompt_v: Tensor,            # (B, H, Tp, d)
+    own_bias: Tensor,            # broadcasts to (T, S): 0 or -inf, hides own places
     bias: Tensor | None = None,  # (B, 1, 1, Tp)
     rows: Tensor | None = None,  # (N,) int64
     n_slots: int = 0,            # B*G
-    past: int = 0,               # own tokens before the new ones
 ) -> Tensor:                     # (N, H, T, d)
     'The same in one attention, for which each row gets a copy of its prompt: faster where a kernel keeps the scores.'
     (N, _, T, _), S, B = q.shape, k.shape[2], len(prompt_k)
     if bias is None: bias = q.new_zeros(B, 1, 1, prompt_k.shape[2])
     def for_rows(x): return x.repeat_interleave((n_slots or N)//B, 0)[slice(None) if rows is None else rows]
     keys, values = (torch.cat([for_rows(prompt), own], 2) for prompt, own in ((prompt_k, k), (prompt_v, v)))
-    own_bias = causal_bias(T, S, past, q.dtype, q.device).expand(N, 1, T, S)
-    return attention(q, keys, values, torch.cat([for_rows(bias.to(q.dtype)).expand(N, 1, T, -1), own_bias], -1))
+    biases = for_rows(bias.to(q.dtype)).expand(N, 1, T, -1), own_bias.expand(N, 1, T, S)
+    return attention(q, keys, values, torch.cat(biases, -1))
 
 
 def continuing(

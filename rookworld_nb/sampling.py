@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['COLDEST', 'TILE_ELEMENTS', 'SamplingError', 'PromptLengthError', 'draw', 'encode_prompts', 'repack', 'decode',
            'generate', 'Rollouts', 'decode_completions', 'check_request', 'room_after', 'sample', 'length_buckets',
-           'completion_hidden', 'token_logprobs', 'in_tiles', 'usual_tile', 'at_tokens', 'hidden_logprobs',
+           'completion_hidden', 'token_logprobs', 'tile_rows', 'in_tiles', 'at_tokens', 'hidden_logprobs',
            'completion_logprobs']
 
 # %% ../nbs/06_sampling.ipynb #2781073b
@@ -283,6 +283,21 @@ def token_logprobs(
     return chosen, -torch.linalg.vecdot(logprobs.exp(), logprobs) if with_entropy else None
 
 # %% ../nbs/06_sampling.ipynb #9e5e66df
+TILE_ELEMENTS = 2**24  # logits held at once on a CPU: 64 MB in fp32
+
+
+def tile_rows(
+    hidden: Tensor,             # (M, D) states that are scored
+    vocab_size: int,            # V
+    tile_elements: int | None,  # logits held at once; None: what the device is good for
+) -> int:                       # states scored at once, >= 1
+    'On a GPU a sixteenth of its memory: for many a batch all of them, and then backward computes none again.'
+    if tile_elements is None:
+        memory = torch.cuda.get_device_properties(hidden.device).total_memory if hidden.is_cuda else 0    # bytes
+        tile_elements = memory//64 or TILE_ELEMENTS
+    return max(1, tile_elements//vocab_size)
+
+
 def in_tiles(
     function: Callable,    # (tensors) -> tuple of tensors and Nones, each tensor with one entry per row
     *tensors: Tensor,      # (M, ...) each
@@ -295,16 +310,6 @@ def in_tiles(
     return tuple(None if parts[0] is None else torch.cat(parts) for parts in zip(*done))
 
 # %% ../nbs/06_sampling.ipynb #e811e231
-TILE_ELEMENTS = 2**24  # logits held at once on a CPU: 64 MB in fp32
-
-
-def usual_tile(
-    device: torch.device,  # of the model
-) -> int:                  # logits held at once
-    'On a GPU a sixteenth of its memory: for many a batch all of them, and then backward computes none again.'
-    return torch.cuda.get_device_properties(device).total_memory//64 if device.type == 'cuda' else TILE_ELEMENTS
-
-
 def at_tokens(
     mask: Tensor,    # (N, T) bool, M of them True
     values: Tensor,  # (M,) one for each of these
@@ -320,13 +325,13 @@ def hidden_logprobs(
     temperature: float,         # >= 0; 0 counts as 1
     completion_mask: Tensor,    # (N, T) bool, M of them True
     with_entropy: bool = True,  # also entropies
-    tile_elements: int | None = None,  # logits held at once; None: `usual_tile`
+    tile_elements: int | None = None,  # logits held at once; None: see `tile_rows`
 ) -> tuple[Tensor, Tensor | None]:  # (N, T) log-probabilities and entropies, nats, fp32; 0 where masked
     'The second half of `completion_logprobs`, for those who need the hidden states too.'
     completion_mask = completion_mask.bool()
     score = token_logprobs if model.compile_mode is None else compiled(token_logprobs, model.compile_mode)
     def scored(hidden, ids): return score(model, hidden, ids, temperature, with_entropy)
-    size = max(1, (tile_elements or usual_tile(hidden.device))//model.cfg.vocab_size)
+    size = tile_rows(hidden, model.cfg.vocab_size, tile_elements)
     places = (~completion_mask).flatten().byte().argsort(stable=True)[:len(hidden)]    # nobody has to wait for a GPU
     return tuple(None if values is None else at_tokens(completion_mask, values)
                  for values in in_tiles(scored, hidden, completion_ids.flatten()[places], size=size))
@@ -341,7 +346,7 @@ def completion_logprobs(
     temperature: float,         # the one that was sampled with
     completion_mask: Tensor,    # (N, T) bool
     with_entropy: bool = True,  # False saves one pass over the vocabulary; backward skips an entropy that no loss uses
-    tile_elements: int | None = None,  # logits held at once, more than that in tiles; None: `usual_tile`
+    tile_elements: int | None = None,  # logits held at once, more than that in tiles; None: see `tile_rows`
 ) -> tuple[Tensor, Tensor | None]:  # (N, T) log-probabilities and entropies, nats, fp32, differentiable; 0 where masked
     'Log-probabilities of given completions, as `sample` reports them, with gradients.'
     hidden = completion_hidden(model, prompt_ids, prompt_mask, completion_ids, completion_mask, group_size)

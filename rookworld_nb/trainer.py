@@ -32,7 +32,7 @@ from .kl import (
     check_count, check_option, exact_kl, per_token_kl)
 from .model import GPT
 from .sampling import (
-    Rollouts, at_tokens, completion_hidden, completion_logprobs, hidden_logprobs, in_tiles, usual_tile)
+    Rollouts, at_tokens, completion_hidden, completion_logprobs, hidden_logprobs, in_tiles, tile_rows)
 
 # %% ../nbs/14_trainer.ipynb #f8367652
 SCHEDULES = ('cosine', 'linear', 'constant')
@@ -291,7 +291,7 @@ def exact_token_kl(
     hidden: Tensor,     # (M, D) states of the policy
     micro: MicroBatch,  # with the reference's states
     direction: str,     # forward | reverse | symmetric
-    tile_elements: int | None = None,  # logits held at once; None: `usual_tile`
+    tile_elements: int | None = None,  # logits held at once; None: see `tile_rows`
 ) -> Tensor:            # (n, T) nats, with gradients; 0 where masked
     "The KL of each token's whole distribution."
     def one(hidden, ref_hidden):
@@ -299,7 +299,7 @@ def exact_token_kl(
         logits = model.logits(hidden)
         return exact_kl(logits[None]/temperature, ref_logits[None]/temperature, direction).squeeze(0),
     mask, there = micro.completion_mask, ref_model.wte.weight.device
-    size = max(1, (tile_elements or usual_tile(hidden.device))//model.cfg.vocab_size)
+    size = tile_rows(hidden, model.cfg.vocab_size, tile_elements)
     temperature = micro.temperature or 1.    # greedy samples too are scored at 1
     values, = in_tiles(one, hidden, micro.ref_hidden[mask], size=size)
     return at_tokens(mask, values)

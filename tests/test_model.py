@@ -396,8 +396,8 @@ def test_prompts_repeated_for_each_row_give_the_same_attention(T, past, padding,
     k, v = some(N, 2, past+T+2, 5), some(N, 2, past+T+2, 5)    # places behind the new tokens hold anything
     bias = torch.zeros(3, 1, 1, 7, dtype=torch.float64).masked_fill(torch.arange(7) < torch.tensor([0, 4, 6])[:, None, None, None], -torch.inf) if padding else None
     found = []
-    for attend in (attend_after, attend_repeated):
-        out = attend(q, k, v, prompt_k, prompt_v, bias, rows, 12, past)
+    own_bias = causal_bias(T, k.shape[2], past, q.dtype, q.device)
+    for out in (attend_after(q, k, v, prompt_k, prompt_v, bias, rows, 12, past), attend_repeated(q, k, v, prompt_k, prompt_v, own_bias, bias, rows, 12)):
         found.append((out, *torch.autograd.grad(out.square().sum(), (q, k, v, prompt_k, prompt_v))))
     for one, other in zip(*found): assert_close(one, other, atol=1e-12, rtol=1e-10)
 
