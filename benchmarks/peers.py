@@ -64,6 +64,12 @@ def words_model(folder: Path, layers: int, heads: int, width: int, words: int, p
     save_pretrained(model, tokenizer, folder)
 
 
+def word_prompts(n: int, words: int, vocabulary: int) -> list[str]:
+    "Texts of meaningless words for a model of `words_model`, a token each."
+    ids = torch.randint(2, vocabulary, (n, words - 1), generator=torch.Generator().manual_seed(1)).tolist()
+    return ['P: ' + ' '.join(f'w{i}' for i in row) for row in ids]
+
+
 def even_words(prompts: list[str], completions: list[str]) -> list[float]:
     "A trivial reward: the share of words with an even number."
     return [sum(word[-1] in '02468' for word in text.split())/max(1, len(text.split())) for text in completions]
@@ -84,8 +90,7 @@ def make_work(name: str, folder: Path) -> Work:
     small = name == 'nano'
     words_model(folder, *((6, 5, 160, 256, 256) if small else (12, 12, 768, 50257, 1024)))
     n, words = (8, 256) if small else (4, 50257)
-    ids = torch.randint(2, words, (n, 47), generator=torch.Generator().manual_seed(1)).tolist()
-    return Work(str(folder), ['P: ' + ' '.join(f'w{i}' for i in row) for row in ids], n, 96 if small else 64, even_words)
+    return Work(str(folder), word_prompts(n, 48, words), n, 96 if small else 64, even_words)
 
 
 def floor_seconds(work: Work, prompt_tokens: int, completion_tokens: int, bf16: bool, part: str) -> float:
@@ -166,19 +171,17 @@ def trl_step(work: Work, bf16: bool, repeats: int) -> tuple[list[float], int]:
     return [b - a for a, b in zip(starts, starts[1:])][WARM_UP:], tokens[WARM_UP:]
 
 
-def our_step(work: Work, bf16: bool, repeats: int) -> tuple[list[float], int]:
-    "Collector and Trainer, set as TRL is: whole answers are paid, each divided by the spread of its group."
+def our_run(work: Work, hardware, device: str = 'cpu', **settings) -> tuple:
+    "Collector and Trainer under a HardwareConfig, set as TRL is: whole answers are paid, each divided by the spread of its group."
     import pandas as pd
     from rookworld_nb.buffer import Collector, CollectorConfig
-    from rookworld_nb.hardware import HardwareConfig, prepare_model, use_hardware
+    from rookworld_nb.hardware import prepare_model
     from rookworld_nb.kl import KLConfig
     from rookworld_nb.positions import Sample
     from rookworld_nb.rewards import Scores
     from rookworld_nb.trainer import Trainer, TrainerConfig
     from rookworld_nb.weights import load_pretrained
-    hardware = HardwareConfig(bf16=bf16)
-    use_hardware(hardware, 'cpu')
-    (model, tokenizer), (reference, _) = (load_pretrained(work.folder) for _ in range(2))
+    (model, tokenizer), (reference, _) = (load_pretrained(work.folder, device) for _ in range(2))
     for network in (model, reference): prepare_model(network, hardware)
 
     def scorer(prompts, texts, targets):
@@ -186,8 +189,16 @@ def our_step(work: Work, bf16: bool, repeats: int) -> tuple[list[float], int]:
         return Scores(rewards, pd.DataFrame({'task': [prompt[0] for prompt in prompts], 'raw': rewards.tolist(), 'reward': rewards.tolist()}))
     collector = Collector(model, reference, tokenizer, cycle([[Sample(prompt, '') for prompt in work.prompts]]), scorer,
                           CollectorConfig(work.group_size, 1., work.max_new_tokens, work.max_new_tokens))
-    trainer = Trainer(model, TrainerConfig(steps=WARM_UP + repeats, lr=LR, grad_clip=CLIP, kl=KLConfig(kl_coef=KL_COEF), kl_divergence_threshold=None,
-                                           identity_tolerance=.1 if bf16 else 1e-3))
+    config = TrainerConfig(lr=LR, grad_clip=CLIP, kl=KLConfig(kl_coef=KL_COEF), kl_divergence_threshold=None, **settings)
+    return collector, Trainer(model, config)
+
+
+def our_step(work: Work, bf16: bool, repeats: int) -> tuple[list[float], int]:
+    "Collector and Trainer, step by step."
+    from rookworld_nb.hardware import HardwareConfig, use_hardware
+    hardware = HardwareConfig(bf16=bf16)
+    use_hardware(hardware, 'cpu')
+    collector, trainer = our_run(work, hardware, steps=WARM_UP + repeats, identity_tolerance=.1 if bf16 else 1e-3)
     rows = list(trainer.run(collector))
     completions = len(work.prompts)*work.group_size
     return [row['step_time'] for row in rows][WARM_UP:], [round(row['completions/mean_length']*completions) for row in rows][WARM_UP:]
