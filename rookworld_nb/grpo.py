@@ -84,7 +84,7 @@ class EMATracker:
 def ema_baseline(
     groups: Tensor,                      # (B, G) rewards, one row per prompt
     tracker: EMATracker | None = None,   # memory of earlier batches, updated here; None: no past
-    tasks: Sequence[str] | None = None,  # P task names, one per prompt; None: one task
+    tasks: Sequence[str] | None = None,  # B task names, one per prompt; None: one task
 ) -> Tensor:                             # (B, 1) running mean of each prompt's task, before this batch
     "Compare with the running mean of earlier batches of the same task, and take this batch into it."
     tracker = EMATracker() if tracker is None else tracker

@@ -143,7 +143,7 @@ class Block(nn.Module):
         self,
         x: Tensor,  # (M, D) tokens
     ) -> Tensor:    # (M, 3 D)
-        'What is compared.'
+        'Norm, then queries, keys and values.'
         return self.attn.c_attn(self.ln_1(x))
 
     def behind(
@@ -151,7 +151,7 @@ class Block(nn.Module):
         x: Tensor,      # (M, D) tokens
         mixed: Tensor,  # (M, D) what their heads found
     ) -> Tensor:        # (M, D)
-        'Both additions.'
+        'Add what attention found, then what the MLP makes of each token.'
         x = x+self.attn.c_proj(mixed)
         return x+self.mlp(self.ln_2(x))
 
@@ -301,14 +301,15 @@ def make_prefix(
 ) -> Prefix:
     'Pack up what reading the prompts left behind.'
     (B, Tp, _), device = hidden.shape, hidden.device
-    bias, longest, real = None, Tp, torch.ones(B, Tp, dtype=torch.bool, device=device) if mask is None else mask
-    lengths = real.sum(1)                                            # (B,)
-    if mask is not None:
+    if mask is None:    # every token is real
+        lengths, longest, bias, last_hidden = torch.full((B,), Tp, device=device), Tp, None, hidden[:, -1]
+    else:
+        lengths = mask.sum(1)                                               # (B,)
         longest = int(lengths.max())
         if not lengths.all(): raise SequenceError(f'prompt {int(lengths.argmin())} has no real token')
-        bias = torch.zeros_like(real, dtype=hidden.dtype).masked_fill_(~real, -math.inf)[:, None, None]
-    last = (real*torch.arange(Tp, device=device)).amax(1)            # (B,) column of the last real token
-    last_hidden = hidden[torch.arange(B, device=device), last]       # (B, D)
+        bias = torch.zeros_like(mask, dtype=hidden.dtype).masked_fill_(~mask, -math.inf)[:, None, None]
+        last = (mask*torch.arange(Tp, device=device)).amax(1)               # (B,) column of the last real token
+        last_hidden = hidden[torch.arange(B, device=device), last]          # (B, D)
     return Prefix(*map(tuple, zip(*memory)), lengths, longest, bias, last_hidden)
 
 # %% ../nbs/00_gpt2.ipynb #5bd3e3e2

@@ -95,7 +95,7 @@ def decode(
     owners = rows // (n_rows//len(prefix.lengths))
     hidden = prefix.last_hidden[owners]
     for t in range(limit):
-        if not (logits := model.logits(hidden)).sum(dtype=torch.float32).isfinite():    # quick, hides neither
+        if not (logits := model.logits(hidden)).sum(dtype=torch.float32).isfinite():    # both survive a sum
             raise SamplingError(f'the model computes NaN or infinity at new token {t + 1}')
         tokens, logprobs = draw(logits, temperature, noise[t, rows])
         yield rows, tokens, logprobs
@@ -255,7 +255,7 @@ def completion_hidden(
     if not completion_mask.any(): return model.wte.weight.new_empty(0, model.cfg.n_embd)
     longest = (completion_mask*torch.arange(1, T+1, device=device)).view(-1, group_size*T).amax(1)
     hidden, places, buckets = [], [], length_buckets(longest)
-    if prompt_ids.shape[1]+T-1 > model.cfg.n_positions:    # longest prompt, longest completion: of two rows?
+    if prompt_ids.shape[1]+T-1 > model.cfg.n_positions:    # the two longest may be of different prompts
         buckets = torch.arange(len(prompt_ids), device=device).split(1)
     for prompts in buckets:
         t = int(longest[prompts].max())
