@@ -489,9 +489,9 @@ def resumed_config(
 ) -> TrainConfig:  # the run's own, with what may be changed
     "The configuration to go on with."
     folder = run_folder(TrainConfig(output_dir=asked.get('output_dir'), resume=True))
-    stored = {field.name: field.default for field in fields(TrainConfig)}    # of before there was a setting
-    stored |= read_object(folder/'config.json')
-    if strange := sorted(stored.keys() - {field.name for field in fields(TrainConfig)}):
+    defaults = {field.name: field.default for field in fields(TrainConfig)}
+    stored = defaults | read_object(folder/'config.json')    # an older run lacks settings that came later
+    if strange := sorted(stored.keys() - defaults.keys()):
         raise RunError(f'--resume: {folder/"config.json"} is not of a run, which has no {", ".join(strange[:3])}')
     for name, value in asked.items():
         if name not in stored:
@@ -504,7 +504,7 @@ def resumed_config(
         raise RunError(f'--stockfish-path {path}: the run in {folder} was started {"with" if engine else "without"} an '
                        'engine, and --resume goes on with it so; start a new run instead')
     try:
-        own = TrainConfig(**{field.name: stored[field.name] for field in fields(TrainConfig)})
+        own = TrainConfig(**stored)
     except ValueError as error:
         raise RunError(f'--resume: {folder/"config.json"} was changed: {error}') from None
     return replace(own, **asked | {'output_dir': str(folder), 'resume': True})
