@@ -375,11 +375,9 @@ def find_kind(
             board = cornered_king(rng) if rng.random() < .2 else board
         elif kind == 'draw':
             board = bare_capture(rng) if rng.random() < .1 else cornered_king(rng)
-        elif kind in ('mate', 'check') and rng.random() < .7:
-            board = cornered_king(rng)
         elif kind == 'en_passant':
             _offer_en_passant(board, rng)
-        elif kind == 'promotion' and rng.random() < .7:
+        elif kind in ('mate', 'check', 'promotion') and rng.random() < .7:
             board = cornered_king(rng)
         moves = _illegal_in(way, board, rng) if kind == 'illegal' else [
             move for move in board.legal_moves if _may_be(kind, board, move) and move_kind(board, move) == kind]
