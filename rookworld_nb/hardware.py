@@ -74,13 +74,12 @@ class HardwareConfig:
 def matmul_error(
     precision: str,               # highest | high | medium
     device: torch.device | str = 'cpu',  # where to multiply
-    size: int = 512,              # of the matrices, square
 ) -> float:                       # relative error of a product: float32 3e-7, TF32 about 3e-4, bfloat16 2e-3
     "What a level costs on this device; the level in force stays as it was."
     if precision not in PRECISIONS[1:]:
         raise HardwareError(f'precision {precision!r}: valid: {", ".join(PRECISIONS[1:])}')
     noise = torch.Generator().manual_seed(0)
-    x, weight = (torch.randn(size, size, generator=noise) for _ in range(2))
+    x, weight = (torch.randn(512, 512, generator=noise) for _ in range(2))
     exact, before = F.linear(x.double(), weight.double()), torch.get_float32_matmul_precision()
     try:
         torch.set_float32_matmul_precision(precision)

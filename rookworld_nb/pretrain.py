@@ -92,7 +92,6 @@ MAX_COUNTER = 99    # two digits: the counters of a FEN are one token each
 def labelled_game(
     engine: Stockfish,   # the judge
     rng: random.Random,  # source of every choice
-    max_plies: int = 100,  # where a game is broken off
 ) -> Iterator[Sample]:  # one P: sample a position
     "Play a game of weighted engine moves from a random start and label every position on the way."
     if rng.random() < .65:
@@ -102,7 +101,7 @@ def labelled_game(
                 board.push(rng.choice(list(board.legal_moves)))
     else:
         board = random_endgame(rng)
-    for _ in range(max_plies):
+    for _ in range(100):    # a longer game is broken off
         if board.is_game_over() or max(board.fullmove_number, board.halfmove_clock) >= MAX_COUNTER:
             return
         candidates = engine.analyse(board.fen())
