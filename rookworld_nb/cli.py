@@ -717,9 +717,9 @@ def evaluate_model(
     device = torch_device(device)
     loaded = {name: load_pretrained(name, device) for name in dict.fromkeys((against, model)) if name}
     say_absent(samples, suite, data)
-    worlds = {each: model_world(model_simulator(*loaded[model], history_plies, each, seed, batch))
-              for each in temperature}
-    sides = {each: (model_player(*loaded[model], each, seed, batch), worlds[each]) for each in temperature}
+    sides = {each: (model_player(*loaded[model], each, seed, batch),
+                    model_world(model_simulator(*loaded[model], history_plies, each, seed, batch)))
+             for each in temperature}
     options = dict(seed=seed, samples_per_prompt=samples_per_prompt, max_new_tokens=max_new_tokens, batch_size=batch)
     examined = {name: measure(each, samples, temperature, **options) for name, each in loaded.items()}
     played = ((name, each, table) for each, side in sides.items() for name, table in play_suites(
