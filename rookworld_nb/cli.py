@@ -209,15 +209,17 @@ def parser_of(
     parser = Parser(f'rookworld {command}', f'rookworld {command} [--flag value ...]{words}', about, allow_abbrev=False,
                     argument_default=argparse.SUPPRESS)
     for flag in flags.values():
-        default = '' if flag.many else 'required' if flag.default is REQUIRED else f'default: {as_text(flag.default)}'
-        about = f'{flag.help} ({default})' if default else flag.help
-        options = {'help': about.replace('%', '%%')}
+        if flag.many:
+            parser.add_argument(flag.name, nargs='*', metavar=flag.word, help=flag.help.replace('%', '%%'))
+            continue
+        default = 'required' if flag.default is REQUIRED else f'default: {as_text(flag.default)}'
+        options = {'help': f'{flag.help} ({default})'.replace('%', '%%')}
         if flag.kind is bool:
             options['action'] = argparse.BooleanOptionalAction
         else:
-            options['metavar'] = flag.word if flag.many else placeholder(flag.kind)
+            options['metavar'] = placeholder(flag.kind)
             if options['metavar'].endswith(',...'): options['action'] = 'append'    # --suite env,mate or each by itself
-        parser.add_argument(flag.name if flag.many else flag.word, **options, **({'nargs': '*'} if flag.many else {}))
+        parser.add_argument(flag.word, **options)
     parser.add_argument('--config', metavar='FILE', help='a TOML file with any of these settings; flags overrule it')
     return parser
 
