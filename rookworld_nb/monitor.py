@@ -474,8 +474,7 @@ def values_of(
     """Take numbers out of a row; a name that is not there is an error that lists what is."""
     if missing := [name for name in names if name not in metrics]:
         raise MetricError(f'no {", ".join(missing)} in the row; it holds {", ".join(metrics) or "nothing"}')
-    numbers = numbers_of({name: metrics[name] for name in names})
-    return [numbers[name] for name in names]
+    return list(numbers_of({name: metrics[name] for name in names}).values())
 
 
 def console_line(
@@ -597,13 +596,12 @@ def mend_tail(
     if not tail: return 0
     try: whole = isinstance(json.loads(tail), dict)
     except ValueError: whole = False
-    with open(path, 'r+b') as file:
-        if whole:
-            file.seek(0, os.SEEK_END)
-            file.write(b'\n')
-        else: file.truncate(len(text) - len(tail))
-    if not whole: logger.warning('%s: cut away a torn last line of %d bytes', path.name, len(tail))
-    return 0 if whole else len(tail)
+    if whole:
+        with open(path, 'ab') as file: file.write(b'\n')
+        return 0
+    os.truncate(path, len(text) - len(tail))
+    logger.warning('%s: cut away a torn last line of %d bytes', path.name, len(tail))
+    return len(tail)
 
 
 def metrics_line(
