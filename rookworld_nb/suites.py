@@ -665,7 +665,7 @@ def match_scores(
             **{source: float(table[source].sum()/moves) for source in ('best', 'listed', 'random')}}
 
 # %% ../nbs/17_suites.ipynb #50271984
-LEVELS = {'skill': ['Skill Level'], 'elo': ['UCI_Elo'], 'nodes': []}  # the UCI option that takes the number
+LEVELS = {'skill': (0, 20), 'elo': (0, math.inf), 'nodes': (1, math.inf)}  # the smallest number and the largest
 
 
 def level_options(
@@ -673,11 +673,11 @@ def level_options(
 ) -> tuple[dict[str, int | bool], int | None]:  # UCI options, and the node limit where the level is one
     """What a level means to the engine."""
     name, _, value = level.partition('=')
-    lowest, highest = 1 if name == 'nodes' else 0, 20 if name == 'skill' else math.inf
-    if name not in LEVELS or not value.isdecimal() or not (lowest <= int(value) <= highest):
+    if name not in LEVELS or not value.isdecimal() or not LEVELS[name][0] <= int(value) <= LEVELS[name][1]:
         raise SuiteError(f'level {level!r}: valid are skill=0 to skill=20, elo=N and nodes=N')
-    options = {option: int(value) for option in LEVELS[name]}
-    return options | {'UCI_LimitStrength': True} if name == 'elo' else options, int(value) if name == 'nodes' else None
+    n = int(value)
+    return {'skill': ({'Skill Level': n}, None), 'nodes': ({}, n),
+            'elo': ({'UCI_Elo': n, 'UCI_LimitStrength': True}, None)}[name]
 
 
 @contextmanager
