@@ -31,13 +31,14 @@ import pandas as pd
 import torch
 from tokenizers import Tokenizer
 
-from .evaluate import ANSWER_TOKENS, completions, mean_interval, wilson_interval
+from .evaluate import completions, mean_interval, wilson_interval
 from .model import GPT
 from .positions import PUZZLES, random_endgame, random_play, text_file
 from .pretrain import labelled_game
 from .rewards import read_env, read_policy
 from .rules import Stockfish, env_step, fen_key, find_stockfish, legal_moves
-from .tasks import HISTORY_PLIES, EnvAnswer, PolicyAnswer, env_prompt, is_fen, parse_policy, policy_prompt
+from .tasks import (
+    ANSWER_TOKENS, HISTORY_PLIES, EnvAnswer, PolicyAnswer, env_prompt, is_fen, parse_policy, policy_prompt)
 
 # %% ../nbs/17_suites.ipynb #327109d6
 class SuiteError(ValueError):
