@@ -198,23 +198,19 @@ def use_hardware(
     return '; '.join(words)
 
 # %% ../nbs/10_hardware.ipynb #c76558d4
-class KeptForBackward:
+class KeptForBackward(torch.autograd.graph.saved_tensors_hooks):
     "Counts what autograd keeps for backward, in bytes, `peak` at most; not what gradient checkpointing computes again."
     def __init__(
         self,
         parameters: Iterable[Tensor] = (),  # not counted: they are there anyway
     ) -> None:
+        super().__init__(lambda tensor: Kept(tensor, self), lambda kept: kept.tensor)
         self.users = {p.untyped_storage().data_ptr(): 1 for p in parameters}
         self.now = self.peak = 0
 
     def __enter__(self) -> 'KeptForBackward':
-        pack, unpack = (lambda tensor: Kept(tensor, self)), (lambda kept: kept.tensor)
-        self.hooks = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
-        self.hooks.__enter__()
+        super().__enter__()
         return self
-
-    def __exit__(self, *error) -> None:
-        self.hooks.__exit__(*error)
 
     def count(
         self,
