@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['NUMERIC', 'LOWER_IS_BETTER', 'SIGNIFICANT', 'KEYS', 'NUMBERS', 'TASKS', 'BANDS', 'NO_PART', 'RANKS', 'KL_ROUNDING',
-           'PLACES', 'DEFAULTS', 'DOTS', 'PAGE_STYLE', 'POLICY', 'ReportError', 'logged_rows', 'RunData', 'read_run',
-           'ending', 'Html', 'element', 'table_of', 'number', 'rank', 'temperature_name', 'comparison', 'is_shown',
-           'plot_differences', 'plot_bands', 'plot_task', 'plot_looks', 'bin_edges', 'draw_histograms',
+           'NOT_REPEATED', 'DEFAULTS', 'DOTS', 'PAGE_STYLE', 'POLICY', 'ReportError', 'logged_rows', 'RunData',
+           'read_run', 'ending', 'Html', 'element', 'table_of', 'number', 'rank', 'temperature_name', 'comparison',
+           'is_shown', 'plot_differences', 'plot_bands', 'plot_task', 'plot_looks', 'bin_edges', 'draw_histograms',
            'plot_distributions', 'Finding', 'findings', 'ranges', 'plot_lights', 'pick_samples', 'sample_card',
            'samples_of', 'identity_tolerance', 'first_update', 'changed_settings', 'as_word', 'command_line', 'png_of',
            'draw', 'figure_of', 'section', 'clock_text', 'dot', 'events_section', 'facts', 'heading', 'change_row',
@@ -528,8 +528,8 @@ def first_update(
             if name in row]
 
 # %% ../nbs/23_report.ipynb #c49fc890
-#: Settings that say where a run lives rather than what it does.
-PLACES = ('output_dir', 'resume')
+#: Settings that say where a run lives, and one that has had its say: what it chose is in batch_positions.
+NOT_REPEATED = ('output_dir', 'resume', 'auto_batch_size')
 DEFAULTS = {field.name: plain(field.default) for field in fields(TrainConfig)}
 
 
@@ -556,7 +556,7 @@ def command_line(
     words = ['rookworld train']
     for name, value in changed_settings(config).items():
         flag, word = name.replace('_', '-'), shlex.quote(as_word(value))
-        if name not in DEFAULTS or name in PLACES or name == 'auto_batch_size':    # what it chose is in batch_positions
+        if name not in DEFAULTS or name in NOT_REPEATED:
             continue
         if isinstance(DEFAULTS[name], bool):
             words.append(f'--{flag}' if value else f'--no-{flag}')
