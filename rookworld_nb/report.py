@@ -94,12 +94,11 @@ class RunData:
         path = self.tables[step]
         try:
             table = read_completions(path)
-            missing = [name for name in TABLE_COLUMNS if name not in table]
-            if not missing:
-                return table.assign(reward=pd.to_numeric(table['reward']))
+            if missing := [name for name in TABLE_COLUMNS if name not in table]:
+                raise ValueError(f'no {", ".join(missing)}')
+            return table.assign(reward=pd.to_numeric(table['reward']))
         except ValueError as error:
             raise ReportError(f'{path} is not a table of completions: {error}') from None
-        raise ReportError(f'{path} is not a table of completions: no {", ".join(missing)}')
 
 # %% ../nbs/23_report.ipynb #8a161ee7
 def read_run(
@@ -597,8 +596,7 @@ def draw(
         pictures['lights'] = plot_lights(run.rows, [each.metric for each in findings(run.rows)])
     ends = spread(list(run.tables), 2)
     pictures['distributions'] = plot_distributions({step: run.completions(step) for step in ends})
-    pictures = {name: picture for name, picture in pictures.items() if picture is not None}
-    return {name: png_of(picture) for name, picture in pictures.items()}
+    return {name: png_of(picture) for name, picture in pictures.items() if picture is not None}
 
 # %% ../nbs/23_report.ipynb #51c98f59
 def figure_of(
