@@ -244,7 +244,7 @@ def tensor_bytes(
     tensors: Iterable[Tensor],  # of any type, on any device
 ) -> int:                       # bytes
     "What tensors take, each counted in full."
-    return sum(tensor.numel()*tensor.element_size() for tensor in tensors)
+    return sum(tensor.nbytes for tensor in tensors)
 
 
 def kv_cache_bytes(
