@@ -117,7 +117,7 @@ def policy_metrics(
         'legal_fraction': sum(move in truth.legal for move in answer.moves)/max(1, len(answer.moves)),
         'distinct_legal': len(truth.legal.intersection(moves))/possible,
         'top5_overlap': len(hits)/len(truth.pawns),
-        'eval_error': sum(errors)/len(errors) if errors else math.nan,
+        'eval_error': math.fsum(errors)/len(errors) if errors else math.nan,    # exact: a set has no order
         **best_move_metrics(answer.best, truth, parse_policy(sample.completion).best)}
 
 # %% ../nbs/16_evaluate.ipynb #c494cceb
@@ -294,6 +294,7 @@ def student_t(
     n: int,  # values that a standard error is calculated from, at least 2
 ) -> float:  # standard errors on either side of their mean that hold 95 %: 1.96 for many
     """The .975 quantile of Student's t with n - 1 degrees of freedom (Abramowitz and Stegun 1964, 26.7.5)."""
+    if n < 4: return {2: 12.706, 3: 4.303}[n]    # where the series is not close yet
     z, m = 1.96, n - 1
     terms = ((z**3 + z)/4, (5*z**5 + 16*z**3 + 3*z)/96, (3*z**7 + 19*z**5 + 17*z**3 - 15*z)/384)
     return z + sum(term/m**power for power, term in enumerate(terms, 1))

@@ -15,7 +15,7 @@ __all__ = ['Shaping', 'ADDITIVE', 'Scaling', 'RANGES', 'POSITIVE', 'PARTS', 'SET
 # %% ../nbs/05_rewards.ipynb #b4f48dd3
 import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache, partial
@@ -606,8 +606,8 @@ def call_reward_fn(
     """Ask a function of somebody's own; what is not N numbers is refused."""
     given = reward_fn(prompts, completions, components.copy())
     try:
-        rewards = [float(reward) for reward in given]
-    except (TypeError, ValueError):
+        rewards = [] if isinstance(given, (Mapping, Set, str)) else [float(reward) for reward in given]
+    except (TypeError, ValueError, OverflowError):
         rewards = []
     if len(rewards) != len(completions):
         raise ValueError(f'reward_fn={name_of(reward_fn)}: a number for each of {len(completions)} answers is needed; '
@@ -620,10 +620,10 @@ def final_rewards(
     norms: dict[str, RunningNorm],  # running averages by task; empty leaves the rewards as they are
 ) -> Tensor:                        # (N,) float32
     """The reward column as a tensor, each task normalised by its own averages where asked."""
-    if len(lost := components[~components['reward'].abs().lt(math.inf)]):
-        raise ValueError(f'the reward of {len(lost)} of {len(components)} answers is not finite, the first is '
-                         f'{lost["reward"].iloc[0]} for an answer to {lost["task"].iloc[0]}:')
-    rewards = torch.tensor(components['reward'].to_numpy('float32'))
+    rewards = torch.tensor(components['reward'].to_numpy('float64')).float()
+    if len(lost := components[~rewards.isfinite().numpy()]):
+        raise ValueError(f'the reward of {len(lost)} of {len(components)} answers is not finite (in float32), the '
+                         f'first is {lost["reward"].iloc[0]} for an answer to {lost["task"].iloc[0]}:')
     for task, norm in norms.items():
         rows = torch.tensor(((components['task'] == task) & components['raw'].notna()).to_numpy('bool'))
         if rows.any():

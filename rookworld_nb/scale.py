@@ -295,9 +295,10 @@ def verdict_of(
     standard_error: float,  # of the gain
 ) -> Verdict:
     "Judge a trial that has finished."
-    low, high = gain - 1.96*standard_error, gain + 1.96*standard_error
-    outcome = 'success' if low > 0 else 'worse' if high < 0 else 'no gain'
-    return Verdict(outcome, f'{gain:+.4f}, 95 % interval {low:+.4f} to {high:+.4f}', gain, standard_error)
+    error = 1.96*standard_error    # 0: nothing varied, and no interval can be given
+    outcome = 'success' if gain > error > 0 else 'worse' if gain < -error < 0 else 'no gain'
+    span = f'95 % interval {gain - error:+.4f} to {gain + error:+.4f}' if error else 'the same for every prompt'
+    return Verdict(outcome, f'{gain:+.4f}, {span}', gain, standard_error)
 
 
 def judged_task(
@@ -317,8 +318,7 @@ def examine_run(
     examine = partial(evaluate, tokenizer=run.tokenizer, samples=run.heldout, temperature=temperature, seed=base.seed,
                       scorer=scorer, samples_per_prompt=base.eval_samples, max_new_tokens=base.max_new_tokens)
     start = run.config.model, *(getattr(run.config, each.name) for each in fields(HardwareConfig))
-    if start not in search.untrained:
-        search.untrained[start] = examine(run.reference)
+    if start not in search.untrained: search.untrained[start] = examine(run.reference)
     row = finish(run, search.untrained[start], examine(run.model)).loc[(judged_task(search), temperature, 'reward')]
     return verdict_of(float(row['difference']), float(row['standard_error']))
 

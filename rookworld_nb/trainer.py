@@ -8,7 +8,7 @@ __all__ = ['SCHEDULES', 'ADAMW', 'LOSS_OPTIONS', 'KL_LIMITS', 'PIECE_TOKENS', 'l
            'likely_cause', 'check_kl_inputs', 'check_first_update', 'exact_token_kl', 'Critic', 'judged_by',
            'critic_loss', 'Learning', 'broken_rows', 'accumulate_gradients', 'take_step', 'seen_by_all',
            'add_gradients', 'Health', 'find_failure', 'follow_kl', 'count_skipped', 'Learner', 'speed', 'update',
-           'recover', 'trainer_state', 'restore_trainer', 'Trainer']
+           'recover', 'next_experience', 'trainer_state', 'restore_trainer', 'Trainer']
 
 # %% ../nbs/14_trainer.ipynb #2a1b3d85
 import copy
@@ -32,7 +32,7 @@ from .kl import (
     check_count, check_option, exact_kl, per_token_kl)
 from .model import GPT
 from .sampling import (
-    Rollouts, at_tokens, completion_hidden, completion_logprobs, hidden_logprobs, in_tiles, tile_rows)
+    NotFiniteError, Rollouts, at_tokens, completion_hidden, completion_logprobs, hidden_logprobs, in_tiles, tile_rows)
 
 # %% ../nbs/14_trainer.ipynb #f8367652
 SCHEDULES = ('cosine', 'linear', 'constant')
@@ -648,6 +648,25 @@ def recover(
                    trainer.failure, health.recoveries, most, health.lr_scale)
     return True
 
+
+def next_experience(
+    trainer: 'Trainer',            # between two steps
+    source: Iterator[Experience],  # a `RolloutBuffer` is emptied where the weights cannot sample
+) -> Experience | None:            # None: there are no more, or the run has failed for good
+    "The next experience; where an update has gone so far that nothing can be sampled, back to the last good state."
+    while not trainer.stop_reason:
+        try:
+            experience = next(source, None)
+        except NotFiniteError as error:
+            if trainer.untouched or trainer.ranks.size > 1: raise    # no better state; the others may have sampled
+            trainer.failure = str(error)
+            if isinstance(source, RolloutBuffer): source.clear()
+            recover(trainer)
+            continue
+        if experience is None:
+            trainer.stop_reason, trainer.starved = f'the experiences ended after step {trainer.step}', True
+        return experience
+
 # %% ../nbs/14_trainer.ipynb #85a6c7c9
 def trainer_state(
     trainer: 'Trainer',  # between two steps
@@ -695,10 +714,8 @@ class Trainer(Learner):
         if self.step >= self.config.steps: self.stop_reason = done
         try:
             while not self.stop_reason:
-                start, experience = time.perf_counter(), next(source, None)
-                if experience is None:
-                    self.stop_reason, self.starved = f'the experiences ended after step {self.step}', True
-                    return
+                start, experience = time.perf_counter(), next_experience(self, source)
+                if experience is None: return
                 row = update(self, experience)
                 if (self.failure or self.broken is not None) and isinstance(experiences, RolloutBuffer):
                     experiences.clear()

@@ -924,7 +924,8 @@ def test_what_pays_may_be_any_callable_and_is_known_from_the_start(tmp_path):
     assert paid['Half'] == pytest.approx(next(Run(replace(TINY, credit='answer', output_dir=str(tmp_path/'usual'))).steps())['reward']/2)
 
 
-@pytest.mark.parametrize(('given', 'shown'), [(None, 'it gave None'), (1., 'it gave 1.0'), ([1.], r'it gave \[1.0\]'), (['much']*9, "it gave .*'much'")])
+@pytest.mark.parametrize(('given', 'shown'), [(None, 'it gave None'), (1., 'it gave 1.0'), ([1.], r'it gave \[1.0\]'), (['much']*9, "it gave .*'much'"),
+                                              ({0: 1., 1: 1.}, r'it gave \{0: 1.0'), ({1., 2.}, r'it gave \{1.0, 2.0\}'), ([10**400]*9, r'it gave \[10000')])
 def test_what_is_no_number_for_each_answer_is_refused_by_name(tmp_path, given, shown):
     def mine(prompts, completions, components): return given
     run = Run(replace(TINY, output_dir=str(tmp_path/'run')), reward_fn=mine)
@@ -953,7 +954,9 @@ def test_there_is_no_checkpoint_of_a_run_that_has_not_begun(tmp_path):
 
 def test_a_reward_that_is_no_number_is_refused_before_anything_is_learned(tmp_path):
     run = Run(replace(TINY, mix_env_ratio=.5, output_dir=str(tmp_path/'run')), reward_fn=lambda prompts, texts, components: components['best'])
-    with pytest.raises(ValueError, match='of .* answers is not finite, the first is nan for an answer to A:'): next(run.steps())
+    with pytest.raises(ValueError, match=r'of .* answers is not finite \(in float32\), the first is nan for an answer to A:'): next(run.steps())
+    huge = Run(replace(TINY, output_dir=str(tmp_path/'huge')), reward_fn=lambda prompts, texts, components: [1e39]*len(texts))
+    with pytest.raises(ValueError, match=r'not finite \(in float32\), the first is 1e\+39'): next(huge.steps())
     assert run.trainer.step == 0
 
 
