@@ -1,4 +1,4 @@
-"Beside 21_checkpoint: kills at any moment, and files that are not what was written."
+"Beside 22_checkpoint: kills at any moment, and files that are not what was written."
 import copy
 import errno
 import math

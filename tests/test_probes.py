@@ -1,4 +1,4 @@
-"Beside 11_probes: lines and moves against python-chess, and what the probes are asked."
+"Beside 12_probes: lines and moves against python-chess, and what the probes are asked."
 import random
 
 import chess
