@@ -1022,7 +1022,7 @@ def main(
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT): drop_output()    # full
         elif not is_input_error(error):
             raise
-        text = f'{error.filename or "writing"}: {error.strerror}' if isinstance(error, OSError) else str(error)
+        text = f'{error.filename or "output"}: {error.strerror}' if isinstance(error, OSError) else str(error)
         text = ', '.join([text, *getattr(error, '__notes__', ())])    # in which run it was
         sys.stderr.write(f'{place}: {" ".join(text.split())}\n')
         return 2
