@@ -195,10 +195,12 @@ COLOURS = ('green', 'yellow', 'red')  # in order of gravity
 @dataclass(frozen=True)
 class Light:
     """A judgement: the colour, what it is about, and why in plain words."""
-    colour: str   # one of COLOURS
-    metric: str   # name of the metric that decided
-    value: float  # its value
-    reason: str   # one sentence without a full stop
+    colour: str      # one of COLOURS
+    metric: str      # name of the metric that decided
+    value: float     # its value
+    reason: str      # one sentence without a full stop
+    edge: str = ''   # where the value lies: 'above 0.15', 'below 0.1', 'nan'; '' of a green light and of a row's
+    words: str = ''  # what that means
 
     def __str__(self) -> str: return f'{self.colour}: {self.reason}'
 
@@ -211,7 +213,8 @@ def light_of(
     metric = metric_for(name)
     if not math.isfinite(value):
         if math.isnan(value) and metric and metric.optional: return None
-        return Light('red', name, value, f'{name} is {value}: a forward, the loss or the gradient broke')
+        words = 'a forward, the loss or the gradient broke'
+        return Light('red', name, value, f'{name} is {value}: {words}', str(value), words)
     if metric is None or metric.healthy is None: return None
     (low, high), (watch_low, watch_high) = metric.healthy, metric.watch or metric.healthy
     if low - TOLERANCE <= value <= high + TOLERANCE:
@@ -221,8 +224,9 @@ def light_of(
     words = metric.if_low if below else metric.if_high
     limit = f'{low if below else high:g}'
     digits = next((n for n in (3, 6, 9) if f'{value:.{n}g}' != limit), 17)    # not "10 is above 10"
-    edge = f'{name} {value:.{digits}g} is {"below" if below else "above"} {limit}'
-    return Light(colour, name, value, f'{edge}: {words}' if words else edge)
+    edge = f'{"below" if below else "above"} {limit}'
+    reason = f'{name} {value:.{digits}g} is {edge}' + (f': {words}' if words else '')
+    return Light(colour, name, value, reason, edge, words)
 
 # %% ../nbs/16_monitor.ipynb #d503671b
 def numbers_of(

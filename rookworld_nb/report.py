@@ -405,9 +405,7 @@ def findings(
     for row in rows:
         for light in lights(row):
             if light.colour != 'green':
-                place, _, words = light.reason.partition(': ')
-                key = light.metric, place.partition(' is ')[2], words
-                groups.setdefault(key, []).append((int(row['step']), light))
+                groups.setdefault((light.metric, light.edge, light.words), []).append((int(row['step']), light))
     found = []
     for (metric, edge, words), seen in groups.items():
         values = [light.value for _, light in seen]
