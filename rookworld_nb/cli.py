@@ -672,6 +672,7 @@ def play_suites(
     puzzles: dict[str, list],     # of `suite_puzzles`
     openings: list[str],          # of `suite_openings`
     samples: int,                 # answers to each puzzle
+    seed: int,                    # of the moves that replace illegal ones in a match
     levels: tuple[str, ...],      # of the opponents
     stockfish_path: str | None,   # the executable; None: looked for
 ) -> Iterator[tuple]:             # name, table by metric
@@ -684,7 +685,7 @@ def play_suites(
         yield f'selfplay, {name}', suites.self_play_scores(suites.self_play(player, judge, openings))
     for level in levels if 'stockfish' in suite else ():
         with suites.stockfish_opponent(level, stockfish_path) as engine:
-            scores = suites.match_scores(suites.play_match(player, engine, openings[:len(openings)//2]))
+            scores = suites.match_scores(suites.play_match(player, engine, openings[:len(openings)//2], seed=seed))
         yield f'stockfish {level}', pd.DataFrame({'value': scores})
 
 # %% ../nbs/27_cli.ipynb #53dbaadf
@@ -701,7 +702,7 @@ def evaluate_model(
     levels: tuple[str, ...] = WEAKEST,       # of stockfish: skill=0 to skill=20, elo=N, nodes=N
     history_plies: int = 1,                  # selfplay: plies in an A: prompt; the public model knows 10
     stockfish_path: str | None = None,       # the engine; none: looked for
-    seed: int = 0,                           # of the sampling
+    seed: int = 0,                           # of the sampling, and of the moves that replace illegal ones in a match
     batch: int = 256,                        # completions at a time
     device: str = 'auto',                    # cpu, cuda, cuda:1; auto takes the GPU where there is one
     json: bool = False,                      # one JSON object instead of tables
@@ -725,7 +726,7 @@ def evaluate_model(
     options = dict(seed=seed, samples_per_prompt=samples_per_prompt, max_new_tokens=max_new_tokens, batch_size=batch)
     examined = {name: measure(each, samples, temperature, **options) for name, each in loaded.items()}
     played = ((name, each, table) for each, side in sides.items() for name, table in play_suites(
-        suite, *side, puzzles, openings, samples_per_prompt if each else 1, levels, stockfish_path))
+        suite, *side, puzzles, openings, samples_per_prompt if each else 1, seed, levels, stockfish_path))
     report_evaluation(samples, examined[model], examined.get(against), played, json)
 
 # %% ../nbs/27_cli.ipynb #a0ea1b63
