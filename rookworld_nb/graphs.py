@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .model import GPT, Prefix, Rule, SequenceError, attend_repeated, pad_vocabulary
-from .sampling import NotFiniteError, draw
+from .sampling import SamplingError, draw
 
 # %% ../nbs/10_graphs.ipynb #d60999a5
 def attend_at(
@@ -340,7 +340,7 @@ class GraphDecoder(Recordings):
                 done, sound = torch.stack([tables.done.all(), tables.sound]).tolist()
                 if not sound:
                     self.forget()    # no NaN stays behind
-                    raise NotFiniteError(f'the model computes NaN or infinity within {t} new tokens')
+                    raise SamplingError(f'the model computes NaN or infinity within {t} new tokens')
                 if done: break
         longest = int(tables.mask.any(1).sum())
         return tuple(table[:longest, :rows].T.contiguous() for table in (tables.ids, tables.mask, tables.logprobs))

@@ -606,12 +606,13 @@ def call_reward_fn(
     """Ask a function of somebody's own; what is not N numbers is refused."""
     given = reward_fn(prompts, completions, components.copy())
     try:
-        rewards = [] if isinstance(given, (Mapping, Set, str)) else [float(reward) for reward in given]
-    except (TypeError, ValueError, OverflowError):
-        rewards = []
+        unordered = isinstance(given, (Mapping, Set, str, bytes, pd.DataFrame))
+        rewards, cause = [] if unordered else [float(reward) for reward in given], None
+    except (TypeError, ValueError, OverflowError) as error:
+        rewards, cause = [], error
     if len(rewards) != len(completions):
         raise ValueError(f'reward_fn={name_of(reward_fn)}: a number for each of {len(completions)} answers is needed; '
-                         f'it gave {" ".join(repr(given).split())[:120]}')
+                         f'it gave {" ".join(repr(given).split())[:120]}') from cause
     return rewards
 
 # %% ../nbs/05_rewards.ipynb #c2aa8bfe

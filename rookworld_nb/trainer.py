@@ -7,8 +7,8 @@ __all__ = ['SCHEDULES', 'ADAMW', 'LOSS_OPTIONS', 'KL_LIMITS', 'PIECE_TOKENS', 'l
            'lr_factor', 'build_optimizer', 'MicroBatch', 'usual_piece', 'micro_batches', 'items_of', 'FirstUpdateError',
            'likely_cause', 'check_kl_inputs', 'check_first_update', 'exact_token_kl', 'Critic', 'judged_by',
            'critic_loss', 'Learning', 'broken_rows', 'accumulate_gradients', 'take_step', 'seen_by_all',
-           'add_gradients', 'Health', 'find_failure', 'follow_kl', 'count_skipped', 'Learner', 'speed', 'update',
-           'recover', 'next_experience', 'trainer_state', 'restore_trainer', 'Trainer']
+           'add_gradients', 'still_computes', 'Health', 'find_failure', 'follow_kl', 'count_skipped', 'Learner',
+           'speed', 'update', 'recover', 'trainer_state', 'restore_trainer', 'Trainer']
 
 # %% ../nbs/15_trainer.ipynb #2a1b3d85
 import copy
@@ -32,7 +32,7 @@ from .kl import (
     check_count, check_option, exact_kl, per_token_kl)
 from .model import GPT
 from .sampling import (
-    NotFiniteError, Rollouts, at_tokens, completion_hidden, completion_logprobs, hidden_logprobs, in_tiles, tile_rows)
+    Rollouts, at_tokens, completion_hidden, completion_logprobs, hidden_logprobs, in_tiles, tile_rows)
 
 # %% ../nbs/15_trainer.ipynb #f8367652
 SCHEDULES = ('cosine', 'linear', 'constant')
@@ -460,6 +460,39 @@ def add_gradients(
         for p in trained: p.grad = torch.zeros_like(p) if p.grad is None else p.grad
         add_up(ranks, [p.grad for p in trained])
 
+
+def seen_by_all(
+    ranks: Ranks,  # who works together
+    seen: list[dict[str, Tensor | None]],  # columns of this process's pieces
+) -> list[dict[str, Tensor | None]]:       # of all pieces of the batch, in its order
+    "Exchange what the processes saw, a few numbers for each token."
+    if ranks.size == 1:
+        return seen
+    own = [{name: None if x is None else x.cpu() for name, x in columns.items()} for columns in seen]
+    return [columns for part in ranks.gather(own) for columns in part]
+
+
+def add_gradients(
+    ranks: Ranks,        # who works together
+    learning: Learning,  # policy and critic hold the gradients of this process's groups
+) -> None:
+    "Replace gradients by their sums over the processes: each was already divided by the count of the whole batch."
+    if ranks.size > 1:
+        parts = [part for part in (learning.model, learning.critic) if part is not None]
+        trained = [p for part in parts for p in part.parameters() if p.requires_grad]
+        for p in trained: p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+        add_up(ranks, [p.grad for p in trained])
+
+
+def still_computes(
+    model: GPT,          # just updated
+    rollouts: Rollouts,  # whose first prompt is read
+) -> bool:               # False: nothing can be sampled any more
+    "Whether every score of the next token is a finite number."
+    with torch.no_grad():
+        hidden = model.hidden(rollouts.prompt_ids[:1, rollouts.prompt_mask[0]])
+        return bool(model.logits(hidden[:, -1]).isfinite().all())
+
 # %% ../nbs/15_trainer.ipynb #e4f3a0a0
 RECENT = 20    # steps that a skipped update or a recovery counts as recent
 
@@ -621,6 +654,8 @@ def update(
     if taken := finite and tokens and not trainer.failure:
         if trainer.proposed and experience.fresh: trainer.remember()    # judged by what this very state has sampled
         take_step(trainer.optimizer, rate)
+        if not still_computes(trainer.model, experience.parts[0].rollouts):
+            trainer.failure = 'the policy computes NaN or infinity after the update'
     trainer.optimizer.zero_grad(set_to_none=True)
     if taken and 'kl' in metrics:
         follow_kl(health, metrics['kl'])
@@ -647,25 +682,6 @@ def recover(
     logger.warning('step %d: %s; recovery %d of %d: back to the last good state, learning rate x %g', trainer.step,
                    trainer.failure, health.recoveries, most, health.lr_scale)
     return True
-
-
-def next_experience(
-    trainer: 'Trainer',            # between two steps
-    source: Iterator[Experience],  # a `RolloutBuffer` is emptied where the weights cannot sample
-) -> Experience | None:            # None: there are no more, or the run has failed for good
-    "The next experience; where an update has gone so far that nothing can be sampled, back to the last good state."
-    while not trainer.stop_reason:
-        try:
-            experience = next(source, None)
-        except NotFiniteError as error:
-            if trainer.untouched or trainer.ranks.size > 1: raise    # no better state; the others may have sampled
-            trainer.failure = str(error)
-            if isinstance(source, RolloutBuffer): source.clear()
-            recover(trainer)
-            continue
-        if experience is None:
-            trainer.stop_reason, trainer.starved = f'the experiences ended after step {trainer.step}', True
-        return experience
 
 # %% ../nbs/15_trainer.ipynb #85a6c7c9
 def trainer_state(
@@ -714,8 +730,10 @@ class Trainer(Learner):
         if self.step >= self.config.steps: self.stop_reason = done
         try:
             while not self.stop_reason:
-                start, experience = time.perf_counter(), next_experience(self, source)
-                if experience is None: return
+                start, experience = time.perf_counter(), next(source, None)
+                if experience is None:
+                    self.stop_reason, self.starved = f'the experiences ended after step {self.step}', True
+                    return
                 row = update(self, experience)
                 if (self.failure or self.broken is not None) and isinstance(experiences, RolloutBuffer):
                     experiences.clear()

@@ -925,7 +925,7 @@ def test_what_pays_may_be_any_callable_and_is_known_from_the_start(tmp_path):
 
 
 @pytest.mark.parametrize(('given', 'shown'), [(None, 'it gave None'), (1., 'it gave 1.0'), ([1.], r'it gave \[1.0\]'), (['much']*9, "it gave .*'much'"),
-                                              ({0: 1., 1: 1.}, r'it gave \{0: 1.0'), ({1., 2.}, r'it gave \{1.0, 2.0\}'), ([10**400]*9, r'it gave \[10000')])
+                                              ({0: 1., 1: 1.}, r'it gave \{0: 1.0'), ({1., 2.}, r'it gave \{1.0, 2.0\}'), (b'12', 'it gave b'), ([10**400]*9, r'it gave \[10000')])
 def test_what_is_no_number_for_each_answer_is_refused_by_name(tmp_path, given, shown):
     def mine(prompts, completions, components): return given
     run = Run(replace(TINY, output_dir=str(tmp_path/'run')), reward_fn=mine)

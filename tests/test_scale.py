@@ -109,7 +109,7 @@ def test_the_rule_against_hopeless_curves():
 def test_success_is_an_interval_above_zero():
     assert verdict_of(.0197, .01)[0] == 'success' and verdict_of(.0195, .01)[0] == 'no gain' and verdict_of(-.0195, .01)[0] == 'no gain' and verdict_of(-.0197, .01)[0] == 'worse'
     assert verdict_of(math.nan, math.nan)[0] == 'no gain'
-    assert verdict_of(0., 0.)[:2] == ('no gain', '+0.0000, the same for every prompt') and verdict_of(.1, 0.)[0] == 'no gain'
+    assert verdict_of(0., 0.)[:2] == ('no gain', '+0.0000, the same for every prompt') and verdict_of(.1, 6e-18)[:2] == ('no gain', '+0.1000, the same for every prompt')
 
 
 # ---- a study
