@@ -7,7 +7,7 @@ __all__ = ['SCHEDULES', 'ADAMW', 'LOSS_OPTIONS', 'KL_LIMITS', 'PIECE_TOKENS', 'l
            'lr_factor', 'build_optimizer', 'MicroBatch', 'usual_piece', 'micro_batches', 'items_of', 'FirstUpdateError',
            'likely_cause', 'check_kl_inputs', 'check_first_update', 'exact_token_kl', 'Critic', 'judged_by',
            'critic_loss', 'Learning', 'broken_rows', 'accumulate_gradients', 'take_step', 'seen_by_all',
-           'add_gradients', 'still_computes', 'Health', 'find_failure', 'follow_kl', 'count_skipped', 'Learner',
+           'add_gradients', 'Health', 'find_failure', 'follow_kl', 'count_skipped', 'Learner', 'still_computes',
            'speed', 'update', 'recover', 'trainer_state', 'restore_trainer', 'Trainer']
 
 # %% ../nbs/15_trainer.ipynb #2a1b3d85
@@ -460,39 +460,6 @@ def add_gradients(
         for p in trained: p.grad = torch.zeros_like(p) if p.grad is None else p.grad
         add_up(ranks, [p.grad for p in trained])
 
-
-def seen_by_all(
-    ranks: Ranks,  # who works together
-    seen: list[dict[str, Tensor | None]],  # columns of this process's pieces
-) -> list[dict[str, Tensor | None]]:       # of all pieces of the batch, in its order
-    "Exchange what the processes saw, a few numbers for each token."
-    if ranks.size == 1:
-        return seen
-    own = [{name: None if x is None else x.cpu() for name, x in columns.items()} for columns in seen]
-    return [columns for part in ranks.gather(own) for columns in part]
-
-
-def add_gradients(
-    ranks: Ranks,        # who works together
-    learning: Learning,  # policy and critic hold the gradients of this process's groups
-) -> None:
-    "Replace gradients by their sums over the processes: each was already divided by the count of the whole batch."
-    if ranks.size > 1:
-        parts = [part for part in (learning.model, learning.critic) if part is not None]
-        trained = [p for part in parts for p in part.parameters() if p.requires_grad]
-        for p in trained: p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-        add_up(ranks, [p.grad for p in trained])
-
-
-def still_computes(
-    model: GPT,          # just updated
-    rollouts: Rollouts,  # whose first prompt is read
-) -> bool:               # False: nothing can be sampled any more
-    "Whether every score of the next token is a finite number."
-    with torch.no_grad():
-        hidden = model.hidden(rollouts.prompt_ids[:1, rollouts.prompt_mask[0]])
-        return bool(model.logits(hidden[:, -1]).isfinite().all())
-
 # %% ../nbs/15_trainer.ipynb #e4f3a0a0
 RECENT = 20    # steps that a skipped update or a recovery counts as recent
 
@@ -612,6 +579,16 @@ class Learner:
         self.proposed = True
 
 # %% ../nbs/15_trainer.ipynb #b4c5e4a6
+def still_computes(
+    model: GPT,          # just updated
+    rollouts: Rollouts,  # whose first prompt is read
+) -> bool:               # False: nothing can be sampled any more
+    "Whether every score of the next token is a finite number."
+    with torch.no_grad():
+        hidden = model.hidden(rollouts.prompt_ids[:1, rollouts.prompt_mask[0]])
+        return bool(model.logits(hidden[:, -1]).isfinite().all())
+
+
 def speed(
     model: GPT,              # the policy
     experience: Experience,  # of an update
