@@ -605,11 +605,10 @@ def call_reward_fn(
 ) -> list[float]:                # N rewards
     """Ask a function of somebody's own; what is not N numbers is refused."""
     given = reward_fn(prompts, completions, components.copy())
-    try:
-        unordered = isinstance(given, (Mapping, Set, str, bytes, pd.DataFrame))
-        rewards, cause = [] if unordered else [float(reward) for reward in given], None
-    except (TypeError, ValueError, OverflowError) as error:
-        rewards, cause = [], error
+    rewards, cause = [], None
+    if not isinstance(given, (Mapping, Set, str, bytes, pd.DataFrame)):    # which hold something else than N rewards
+        try: rewards = [float(reward) for reward in given]
+        except (TypeError, ValueError, OverflowError) as error: cause = error
     if len(rewards) != len(completions):
         raise ValueError(f'reward_fn={name_of(reward_fn)}: a number for each of {len(completions)} answers is needed; '
                          f'it gave {" ".join(repr(given).split())[:120]}') from cause

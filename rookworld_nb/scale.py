@@ -295,7 +295,7 @@ def verdict_of(
     standard_error: float,  # of the gain
 ) -> Verdict:
     "Judge a trial that has finished."
-    error = 1.96*standard_error*(not standard_error <= ROUNDING)    # 0: nothing varied, and there is no interval
+    error = 0. if standard_error <= ROUNDING else 1.96*standard_error    # 0: nothing varied, there is no interval
     outcome = 'success' if gain > error > 0 else 'worse' if gain < -error < 0 else 'no gain'
     span = f'95 % interval {gain - error:+.4f} to {gain + error:+.4f}' if error else 'the same for every prompt'
     return Verdict(outcome, f'{gain:+.4f}, {span}', gain, standard_error)

@@ -581,12 +581,11 @@ class Learner:
 # %% ../nbs/15_trainer.ipynb #b4c5e4a6
 def still_computes(
     model: GPT,          # just updated
-    rollouts: Rollouts,  # whose first prompt is read
+    rollouts: Rollouts,  # of whose first prompt the last two tokens are read: few, for this comes with every update
 ) -> bool:               # False: nothing can be sampled any more
     "Whether every score of the next token is a finite number."
     with torch.no_grad():
-        hidden = model.hidden(rollouts.prompt_ids[:1, rollouts.prompt_mask[0]])
-        return bool(model.logits(hidden[:, -1]).isfinite().all())
+        return bool(model.logits(model.hidden(rollouts.prompt_ids[:1, -2:])[:, -1]).isfinite().all())
 
 
 def speed(
