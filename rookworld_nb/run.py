@@ -467,7 +467,6 @@ def restore_run(
     run.sums = checkpoint_sums(run.folder)    # before one is read: what another run writes from here on is noticed
     if (found := newest_checkpoint(run.folder)) is None:
         check_origin(run, read_object(run.folder/'origin.json'))    # an older version wrote none
-        if run.ranks.first: logger.warning('no checkpoint in %s yet: the run begins again', run.folder)
         return
     path, state = found
     check_origin(run, state)
@@ -622,6 +621,8 @@ def alone_and_current(
         if checkpoint_sums(run.folder) != run.sums:
             raise RunError(f'--output-dir {run.folder}: its checkpoints are others than when this run was set up or '
                            'last saved: another run has gone on there; make a new Run, with --resume')
+        if run.config.resume and not run.trainer.step:
+            logger.warning('no step is saved in %s yet: the run begins again', run.folder)
         yield
 
 

@@ -602,8 +602,11 @@ def test_where_a_broken_run_goes_on_is_said(tmp_path, monkeypatch, capsys, caplo
     monkeypatch.setattr('rookworld_nb.trainer.take_step', twice)
     with pytest.raises(KeyboardInterrupt): train(replace(TINY, output_dir=str(tmp_path/'run')))
     assert 'stopped in the middle of a step' in (said := capsys.readouterr().out) and 'goes on after step 0' in said
-    Run(resumed_config(output_dir=str(tmp_path/'run')))
-    assert 'no checkpoint' in caplog.text and 'begins again' in caplog.text
+    again = Run(resumed_config(output_dir=str(tmp_path/'run')))
+    with alone_in(again.folder), pytest.raises(RunError, match='a run is going on there'): next(again.steps())
+    assert 'begins again' not in caplog.text
+    with pytest.raises(KeyboardInterrupt): next(again.steps())
+    assert 'no step is saved' in caplog.text and 'begins again' in caplog.text
     monkeypatch.undo()
     list(Run(replace(TINY, steps=3, save_every=2, output_dir=str(tmp_path/'other'))).steps())    # the final checkpoint is newer than the numbered one
     monkeypatch.setattr('rookworld_nb.trainer.take_step', twice)
