@@ -22,9 +22,10 @@ import pandas as pd
 
 from rookworld_nb.checkpoint import newest_checkpoint
 from rookworld_nb.config import TrainConfig
+from rookworld_nb.corpus import labelled_again, make_env_data, make_policy_data, natural_env_sample
 from rookworld_nb.evaluate import compare, evaluate, select_rows
 from rookworld_nb.positions import OUTCOMES, PromptMix, apart_from, by_task, read_lines, seen_positions, shipped, shipped_positions, write_lines
-from rookworld_nb.pretrain import labelled_again, make_env_data, make_policy_data, natural_env_sample, read_excluded
+from rookworld_nb.pretrain import read_excluded
 from rookworld_nb.rewards import RewardScorer
 from rookworld_nb.rules import LABEL_NODES, fen_key
 from rookworld_nb.run import training_samples

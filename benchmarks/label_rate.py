@@ -17,7 +17,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import chess
-from rookworld_nb.positions import Labelling, label_files
+from rookworld_nb.labels import Labelling, label_files
 from rookworld_nb.rules import find_stockfish
 
 

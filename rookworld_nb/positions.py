@@ -4,43 +4,30 @@
 
 # %% auto #0
 __all__ = ['logger', 'SHIPPED', 'PUZZLES', 'OPENINGS', 'CENTRE', 'HOME_RANK', 'PIECE_MIX', 'OUTCOMES', 'Sample', 'DataError',
-           'text_file', 'data_files', 'lazy_lines', 'read_lines', 'warn_malformed', 'write_lines', 'shipped',
-           'seen_positions', 'apart_from', 'shipped_positions', 'split_by_position', 'Position', 'opening_positions',
-           'development_weight', 'random_play', 'random_endgame', 'generate_positions', 'LabelError', 'policy_line',
-           'fen_in', 'count_moves', 'shard_of', 'Labelling', 'labelled_in', 'locked', 'replacing', 'write_plan',
-           'plan_of', 'cut_inputs', 'label_shard', 'leave_group', 'label_worker', 'stop', 'told', 'merge_shards',
-           'clear_shards', 'Progress', 'label_files', 'by_task', 'spread', 'prompt_pools', 'Rounds', 'Blend', 'outcome',
-           'is_rare', 'env_stream', 'PromptMix']
+           'text_file', 'data_files', 'lazy_lines', 'read_lines', 'warn_malformed', 'write_lines', 'shipped', 'locked',
+           'replacing', 'seen_positions', 'apart_from', 'shipped_positions', 'split_by_position', 'Position',
+           'opening_positions', 'development_weight', 'random_play', 'random_endgame', 'generate_positions', 'by_task',
+           'spread', 'prompt_pools', 'Rounds', 'Blend', 'outcome', 'is_rare', 'env_stream', 'PromptMix']
 
 # %% ../nbs/04_positions.ipynb #8bbc9c47
 import gzip
-import hashlib
-import json
 import logging
 import math
 import os
 import random
-import shutil
-import signal
-import sys
-import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
-from multiprocessing import get_context, parent_process
-from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, TextIO
 
 import chess
 
-from .rules import (LABEL_NODES, PATIENCE, Candidate, EngineError, EnvStep, Stockfish, fen_key, legal_moves,
-                                parse_board)
-from .tasks import (EnvAnswer, format_policy, parse_env, parse_policy, policy_prompt, split_line,
-                                task_of)
+from .rules import EnvStep, fen_key, legal_moves, parse_board
+from .tasks import EnvAnswer, parse_env, parse_policy, split_line, task_of
 
 # %% ../nbs/04_positions.ipynb #4ac70ac4
 @dataclass(frozen=True)
@@ -178,6 +165,38 @@ def shipped(
     if name not in SHIPPED:
         raise DataError(f'no shipped data set {name!r}: choose {", ".join(SHIPPED)}')
     return list(_shipped(name))
+
+# %% ../nbs/04_positions.ipynb #8abb9d83
+@contextmanager
+def locked(
+    path: Path,       # made if absent
+) -> Iterator[bool]:  # whether this process has the lock
+    "Hold a lock that ends with its process, however that ends; where files cannot be locked, say so and go on."
+    mine = True
+    with open(path, 'a', encoding='utf-8') as file:
+        try:
+            import fcntl
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            mine = False
+        except (ImportError, OSError) as error:    # Windows; some file systems of a network
+            logger.warning('%s: cannot be locked (%s); see to it that no other process is at work there', path, error)
+        yield mine
+
+
+@contextmanager
+def replacing(
+    path: Path,  # a file of which one process at a time is the writer; there or not
+) -> Iterator[Path]:  # a name beside it, to write to
+    "Have a whole file take the place of another at the end of the block; where that fails, the old one stays."
+    aside = path.with_name(f'.{path.name}.part')
+    try:
+        yield aside
+        with open(aside, 'r+b') as file: os.fsync(file.fileno())
+        os.replace(aside, path)
+    except BaseException:
+        aside.unlink(missing_ok=True)
+        raise
 
 # %% ../nbs/04_positions.ipynb #5726d397
 def seen_positions(
@@ -372,340 +391,6 @@ def generate_positions(
 
     positions += _distinct(middlegame, 'middlegame', n-n_opening-n_endgame, seen)
     return positions + list(_distinct(endgame, 'endgame', n_endgame, seen))
-
-# %% ../nbs/04_positions.ipynb #d9e61aec
-class LabelError(ValueError):
-    "A labelling job that cannot be begun or gone on with; the message says what to do."
-
-
-def policy_line(
-    fen: str,                         # the position
-    candidates: Sequence[Candidate],  # the engine's, best first, at least two
-    seed: int = 0,                    # of the order; it depends on the position too
-    padded: bool = True,              # the fixed-width fields of the public data
-) -> str:                             # a P: line
-    "The labelled line, its moves in random order."
-    shuffled = random.Random(f'{seed} {fen}').sample(candidates, len(candidates))
-    return format_policy(fen, [c.uci for c in shuffled], [c.pawns for c in shuffled], candidates[0].uci, padded)
-
-# %% ../nbs/04_positions.ipynb #0044271d
-def fen_in(
-    line: str,  # a FEN, or a JSON object with `fen`, as `rookworld positions` writes it
-) -> str:       # the FEN, in its one spelling; a line that has none, as it is
-    "Find the position in a line."
-    text = line.strip()
-    try:
-        if text.startswith('{'): text = str(json.loads(text).get('fen', text))
-        if len(text.split()) == 6: return parse_board(text).fen()
-    except (ValueError, RecursionError): pass    # it is no position, and will be refused as it is
-    return ' '.join(text.split())
-
-
-def count_moves(
-    fen: str,  # a position to label
-) -> int:      # its legal moves
-    "How many moves there are to choose from; a FEN that is no prompt, of four fields for example, raises a ValueError."
-    policy_prompt(fen)
-    return len(legal_moves(fen))
-
-
-def shard_of(
-    fen: str,     # the position, as text
-    shards: int,  # how many there are
-) -> int:         # 0 to shards - 1
-    "Where a position belongs."
-    return int.from_bytes(hashlib.blake2b(fen.encode(), digest_size=8).digest())%shards
-
-# %% ../nbs/04_positions.ipynb #95a81760
-@dataclass(frozen=True)
-class Labelling:
-    "A labelling job: what decides its lines, and how it is cut."
-    output: str               # file of P: lines, plain or .gz; the shards are kept beside it until it is there
-    shards: int = 64          # pieces that processes take in turn, several times as many as there are processes
-    nodes: int = LABEL_NODES  # search limit per position, nodes
-    seed: int = 0             # of the order of the moves in a line
-    padded: bool = True       # fixed-width fields, as in the public data
-    stockfish_path: str | None = None  # the executable; None looks for it
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.shards <= 1000:
-            raise LabelError(f'--shards {self.shards}: must be 1 to 1000')
-
-    @property
-    def folder(self) -> Path:
-        "Where the shards are."
-        return Path(f'{self.output}.shards')
-
-    def place(
-        self,
-        kind: str,   # todo | part | done | note | lock
-        shard: int,  # its number
-    ) -> Path:
-        "A file of a shard."
-        return self.folder/f'{kind}-{shard:04d}'
-
-# %% ../nbs/04_positions.ipynb #96e5a548
-def labelled_in(
-    path: Path,  # of P: lines, perhaps cut off in the middle of one; may be absent
-) -> set[str]:   # FENs
-    "Say what is done; a whole last line gets its line feed, a torn one is cut off."
-    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-    if lines and not lines[-1].endswith(b'\n'):
-        answer = parse_policy(lines[-1].decode(errors='replace'))
-        if answer.has_form() and answer.best in answer.moves:    # b7b8q cut off in the last letter is b7b8
-            with open(path, 'ab') as file: file.write(b'\n')
-        else:
-            logger.warning('%s: the last line is torn, and cut off: %r', path.name, lines[-1][:80])
-            os.truncate(path, path.stat().st_size - len(lines.pop()))
-    return {line.decode()[3:].partition('M:')[0].strip() for line in lines}
-
-# %% ../nbs/04_positions.ipynb #8abb9d83
-@contextmanager
-def locked(
-    path: Path,       # made if absent
-) -> Iterator[bool]:  # whether this process has the lock
-    "Hold a lock that ends with its process, however that ends; where files cannot be locked, say so and go on."
-    mine = True
-    with open(path, 'a', encoding='utf-8') as file:
-        try:
-            import fcntl
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            mine = False
-        except (ImportError, OSError) as error:    # Windows; some file systems of a network
-            logger.warning('%s: cannot be locked (%s); see to it that no other process is at work there', path, error)
-        yield mine
-
-
-@contextmanager
-def replacing(
-    path: Path,  # a file of which one process at a time is the writer; there or not
-) -> Iterator[Path]:  # a name beside it, to write to
-    "Have a whole file take the place of another at the end of the block; where that fails, the old one stays."
-    aside = path.with_name(f'.{path.name}.part')
-    try:
-        yield aside
-        with open(aside, 'r+b') as file: os.fsync(file.fileno())
-        os.replace(aside, path)
-    except BaseException:
-        aside.unlink(missing_ok=True)
-        raise
-
-
-def write_plan(
-    folder: Path,              # of the shards
-    facts: dict[str, object],  # of `plan_of`, and at the end the totals
-) -> None:
-    "Write plan.json, whole or not at all."
-    with replacing(folder/'plan.json') as aside: aside.write_text(json.dumps(facts), encoding='utf-8')
-
-# %% ../nbs/04_positions.ipynb #c2d7b1dc
-def plan_of(
-    job: Labelling,           # what decides its lines
-    paths: Sequence[Path],    # files of FENs
-    engine: str,              # name of the engine that answers
-) -> dict[str, object]:       # plain values
-    "What must be the same when a job goes on."
-    sizes = [[str(path), path.stat().st_size] for path in paths]
-    return asdict(job) | {'stockfish_path': None, 'engine': engine, 'files': sizes}
-
-
-def cut_inputs(
-    job: Labelling,           # begun or new
-    paths: Sequence[Path],    # files of FENs, one a line
-    engine: str,              # name of the engine that answers
-) -> None:
-    "Deal the FENs out to the shards; the plan is written last and says that all have been."
-    facts, plan = plan_of(job, paths, engine), job.folder/'plan.json'
-    job.folder.mkdir(exist_ok=True)
-    if plan.exists():
-        was = json.loads(plan.read_text(encoding='utf-8'))
-        if changed := [name for name in facts if was.get(name) != facts[name]]:
-            name = changed[0]
-            raise LabelError(f'{job.folder}: was begun with {name} {was.get(name)}, now {facts[name]}; go '
-                             'on with the same, or remove the folder')
-        return
-    with ExitStack() as stack:
-        todo = [stack.enter_context(open(job.place('todo', n), 'w', encoding='utf-8')) for n in range(job.shards)]
-        for path in paths:
-            with text_file(path) as file:
-                for line in file:
-                    if fen := fen_in(line): todo[shard_of(fen, job.shards)].write(fen + '\n')
-    write_plan(job.folder, facts)
-
-# %% ../nbs/04_positions.ipynb #7820378c
-def label_shard(
-    job: Labelling,     # cut
-    shard: int,         # its number
-    engine: Stockfish,  # answers
-    alone: Callable[[], bool] = lambda: False,  # whether whoever wanted this is gone
-) -> bool:              # False where another process has it, or nobody wants it any more
-    "Label what is left of a shard."
-    with locked(job.place('lock', shard)) as mine:
-        if not mine or job.place('done', shard).exists():
-            return mine
-        done, part = labelled_in(job.place('part', shard)), job.place('part', shard)
-        fens = job.place('todo', shard).read_text(encoding='utf-8').splitlines()
-        bad, failed, single, silent = [], [], 0, 0
-        with open(part, 'a', encoding='utf-8', buffering=1) as file:    # a line at a time
-            for fen in dict.fromkeys(fens):
-                if fen in done: continue
-                if alone(): return False
-                try:
-                    several = count_moves(fen) > 1
-                    if several: file.write(policy_line(fen, engine.analyse(fen), job.seed, job.padded) + '\n')
-                    single, silent = single + (not several), 0
-                except EngineError as error:
-                    failed, silent = [*failed, str(error)], silent + 1
-                    if silent == PATIENCE: raise
-                except ValueError as error: bad.append(str(error))
-            os.fsync(file.fileno())
-        note = {'lines': len(labelled_in(part)), 'single': single, 'malformed': len(bad), 'failed': len(failed),
-                'first': [*bad[:1], *failed[:1]]}
-        job.place('note', shard).write_text(json.dumps(note), encoding='utf-8')
-        os.replace(part, job.place('done', shard))
-        return True
-
-# %% ../nbs/04_positions.ipynb #b43834bd
-def leave_group() -> None:
-    "Ctrl-C reaches a whole group of processes: a worker leaves it, and hears of it from its starter alone, once."
-    if hasattr(os, 'setpgid'): os.setpgid(0, 0)    # Windows has no such groups
-
-
-def label_worker(
-    job: Labelling,  # cut
-    number: int,     # of this process, from 0
-    processes: int,  # beside each other
-) -> None:
-    "Take shards in turn until all are done; a process whose starter is gone stops after the position at hand."
-    starter, first = parent_process(), number*job.shards//processes
-    if starter is not None: leave_group()
-    order, looked, gone = [(first + n)%job.shards for n in range(job.shards)], time.monotonic(), False
-
-    def alone() -> bool:
-        "Look every half second; once gone is gone."
-        nonlocal looked, gone
-        if starter is not None and not gone and time.monotonic() - looked >= .5:
-            looked, gone = time.monotonic(), not starter.is_alive()
-        return gone
-    try:
-        with Stockfish(job.stockfish_path, nodes=job.nodes) as engine:
-            while left := [shard for shard in order if not job.place('done', shard).exists()]:
-                if not sum([label_shard(job, shard, engine, alone) for shard in left]): time.sleep(.1)
-                if alone(): return
-    except (ValueError, KeyboardInterrupt) as error:
-        sys.exit(f'labelling, process {number}: {str(error) or "interrupted"}')
-
-
-def stop(
-    processes: Sequence,  # of workers
-) -> None:
-    "Interrupt workers that are still there, so that what they do can be gone on with."
-    for process in processes:
-        if process.is_alive(): os.kill(process.pid, signal.SIGINT)
-    for process in processes:
-        if process.pid: process.join()
-
-# %% ../nbs/04_positions.ipynb #89b353d3
-def told(
-    folder: Path,     # of the shards, all done
-) -> dict[str, int]:  # lines, positions with fewer than two legal moves, malformed ones, those without an answer
-    "Add up what the shards note, and log the first line of each kind that was left out."
-    notes = [json.loads(path.read_text(encoding='utf-8')) for path in sorted(folder.glob('note-*'))]
-    totals = {name: sum(note[name] for note in notes) for name in ('lines', 'single', 'malformed', 'failed')}
-    if first := [reason for note in notes for reason in note['first']][:2]:
-        logger.warning('%d lines are left out: %s', totals['malformed'] + totals['failed'], '; '.join(first))
-    return totals
-
-
-def merge_shards(
-    job: Labelling,     # every shard done
-) -> dict[str, int]:    # of `told`
-    "Put the shards together; the output is there complete, or not at all."
-    totals, output = told(job.folder), Path(job.output)
-    if not any(totals[name] for name in ('lines', 'single', 'failed')):
-        shutil.rmtree(job.folder)
-        why = f'none of the {wrong} lines is a position' if (wrong := totals['malformed']) else 'the input is empty'
-        raise LabelError(f'--output {output}: not written; {why}')
-    gone = Path(f'{job.folder}.done')
-    with replacing(output) as aside, open(aside, 'wb') as file, ExitStack() as stack:
-        whole = stack.enter_context(gzip.GzipFile('', 'wb', 6, file, 0)) if output.suffix == '.gz' else file
-        for n in range(job.shards):
-            with open(job.place('done', n), 'rb') as part: shutil.copyfileobj(part, whole)
-    write_plan(job.folder, json.loads((job.folder/'plan.json').read_text(encoding='utf-8')) | {'totals': totals})
-    os.replace(job.folder, gone)
-    return clear_shards(gone)
-
-# %% ../nbs/04_positions.ipynb #81ace59f
-def clear_shards(
-    gone: Path,       # the folder of a job whose output is there
-) -> dict[str, int]:  # of `told`
-    "Remove the shards, the plan last: a kill in between leaves what the same command can end with."
-    totals = json.loads((gone/'plan.json').read_text(encoding='utf-8'))['totals']
-    for path in gone.iterdir():
-        if path.name != 'plan.json': path.unlink()
-    shutil.rmtree(gone)
-    return totals
-
-
-class Progress:
-    "Says how much of a long work is done, and how long the rest takes at the pace since this object was made."
-
-    def __init__(
-        self,
-        total: int,     # pieces of work in all
-        done: int = 0,  # those that were done before
-    ) -> None:
-        self.total, self.before, self.started = total, done, time.monotonic()
-
-    def __call__(
-        self,
-        done: int,  # pieces by now
-    ) -> str:       # '3 of 12, 5 minutes to go'; without the time where nothing is new
-        spent, new = time.monotonic() - self.started, done - self.before
-        rest = f', {spent/new*(self.total - done)/60:.0f} minutes to go' if new else ''
-        return f'{done} of {self.total}{rest}'
-
-# %% ../nbs/04_positions.ipynb #b774a02b
-def _watch(job: Labelling, workers: list) -> None:
-    "Wait for the workers, and say now and then how far they are."
-    done = lambda: sum(1 for _ in job.folder.glob('done-*'))
-    progress, said = Progress(job.shards, done()), done()
-    while alive := [worker.sentinel for worker in workers if worker.is_alive()]:
-        wait(alive, timeout=10.)
-        if (now := done()) > said: logger.info('shards: %s', progress(said := now))
-
-
-def label_files(
-    job: Labelling,          # new, or begun and killed
-    sources: Sequence[str],  # files of FENs, or folders of them
-    processes: int = 1,      # each with an engine of its own
-) -> dict[str, int]:         # of `merge_shards`
-    "Label files of positions; started again after a kill it goes on."
-    if processes < 1:
-        raise LabelError(f'--processes {processes}: must be at least 1')
-    output, gone = Path(job.output), Path(f'{job.folder}.done')
-    paths = [path for source in sources for path in data_files(source)]
-    with Stockfish(job.stockfish_path, nodes=job.nodes) as engine: name = engine.name    # none: before anything is made
-    if (gone/'plan.json').exists() and output.exists():    # killed after the last step but the cleaning
-        was = json.loads((gone/'plan.json').read_text(encoding='utf-8'))
-        if was == plan_of(job, paths, name) | {'totals': was['totals']}: return clear_shards(gone)
-    if output.exists() and not (job.folder/'plan.json').exists():
-        raise LabelError(f'--output {output}: is there already; give a new file')
-    shutil.rmtree(gone, ignore_errors=True)
-    job.folder.mkdir(exist_ok=True)
-    with locked(job.folder/'lock') as mine:
-        if not mine: raise LabelError(f'--output {output}: another command is at work on it')
-        cut_inputs(job, paths, name)
-        logger.info('Engine: %s, %d nodes a position', name, job.nodes)
-        spawn = get_context('spawn')
-        workers = [spawn.Process(target=label_worker, args=(job, n, processes)) for n in range(processes)]
-        for worker in workers: worker.start()
-        try: _watch(job, workers)
-        finally: stop(workers)
-        if undone := [n for n in range(job.shards) if not job.place('done', n).exists()]:
-            raise LabelError(f'{len(undone)} of {job.shards} shards are not done; the same command goes on from here')
-        return merge_shards(job)
 
 # %% ../nbs/04_positions.ipynb #efd052a9
 def by_task(

@@ -8,7 +8,7 @@ import pytest
 
 NBS = Path(__file__).resolve().parent.parent/'nbs'
 CHAPTERS = {path.stem: path for path in [*sorted(NBS.glob('[0-9][0-9]*.ipynb')), NBS/'gains.ipynb', NBS/'speed.ipynb']}
-REQUIRED = range(0, 26)
+REQUIRED = range(0, 28)
 EXERCISES, QUESTIONS = 3, 5
 ANSWER = re.compile(r'<details>\s*<summary>\s*Answer\s*</summary>(.*?)</details>', re.S)
 CODE = re.compile(r'^[ ]*```python[ ]*\n(.*?)^[ ]*```[ ]*$', re.S | re.M)

@@ -3,14 +3,13 @@ import gzip
 import random
 from collections import Counter
 from importlib.resources import files
-from types import SimpleNamespace
 
 import chess
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rookworld_nb.positions import (OPENINGS, SHIPPED, DataError, Progress, PromptMix, Sample, generate_positions, is_rare, opening_positions, outcome, random_endgame, read_lines,
+from rookworld_nb.positions import (OPENINGS, SHIPPED, DataError, PromptMix, Sample, generate_positions, is_rare, opening_positions, outcome, random_endgame, read_lines,
                                     seen_positions, shipped, split_by_position, spread, write_lines)
 from rookworld_nb.rules import env_step, fen_key, legal_moves
 from rookworld_nb.tasks import parse_env, parse_policy
@@ -222,12 +221,3 @@ def test_a_file_that_ends_in_the_middle_is_told_apart(tmp_path):
 def test_spread_takes_the_ends():
     assert spread(range(101)) == [0, 50, 100] and spread([7]) == [7] and spread([7, 8], 3) == [7, 8]
     assert spread('abcde', 1) == ['a'] and spread('', 3) == [] and spread(range(10), 4) == [0, 3, 6, 9]
-
-
-def test_progress_counts_the_pace_from_where_it_began(monkeypatch):
-    clock = [100.]
-    monkeypatch.setattr('rookworld_nb.positions.time', SimpleNamespace(monotonic=lambda: clock[0]))
-    progress = Progress(12, done=2)
-    assert progress(2) == '2 of 12'
-    clock[0] += 240.
-    assert [progress(3), progress(6), progress(12)] == ['3 of 12, 36 minutes to go', '6 of 12, 6 minutes to go', '12 of 12, 0 minutes to go']

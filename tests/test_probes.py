@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from rookworld_nb.corpus import verdicts
 from rookworld_nb.positions import by_task, generate_positions, shipped
-from rookworld_nb.pretrain import board_tokenizer, verdicts
+from rookworld_nb.pretrain import board_tokenizer
 from rookworld_nb.probes import (BOARD_SQUARES, DIRECTIONS, KNIGHT_SQUARES, LINES, OUTSIDE, LETTERS, SIDE, BoardProbes, BoardText,
                                  first_on_lines, move_made, outputs_of, square_number)
 from rookworld_nb.tasks import parse_env, parse_policy

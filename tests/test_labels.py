@@ -17,10 +17,10 @@ from types import SimpleNamespace
 import chess
 import pytest
 
-from rookworld_nb import cli, positions
-from rookworld_nb.positions import (
-    DataError, Labelling, LabelError, cut_inputs, data_files, label_files, label_shard, label_worker, labelled_in, lazy_lines, locked,
-    merge_shards, read_lines, shard_of, shipped)
+from rookworld_nb import cli, labels
+from rookworld_nb.labels import (
+    Labelling, LabelError, Progress, cut_inputs, label_files, label_shard, label_worker, labelled_in, merge_shards, shard_of)
+from rookworld_nb.positions import DataError, data_files, lazy_lines, locked, read_lines, shipped
 from rookworld_nb.rules import LABEL_NODES, PATIENCE, Candidate, EngineError, EngineNotFound, find_stockfish, legal_moves
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -59,7 +59,7 @@ class Engine:
 
 @pytest.fixture
 def quick(monkeypatch):
-    monkeypatch.setattr(positions, 'Stockfish', Engine)
+    monkeypatch.setattr(labels, 'Stockfish', Engine)
 
     def in_this_process(job, sources):
         cut_inputs(job, [path for source in sources for path in data_files(source)], Engine.name)
@@ -153,8 +153,8 @@ def test_a_worker_whose_starter_is_gone_leaves_shards_undone(tmp_path, monkeypat
             asked.append(fen)
             time.sleep(.05)
             return super().analyse(fen)
-    monkeypatch.setattr(positions, 'Stockfish', Slow)
-    monkeypatch.setattr(positions, 'parent_process', lambda: SimpleNamespace(is_alive=lambda: False))
+    monkeypatch.setattr(labels, 'Stockfish', Slow)
+    monkeypatch.setattr(labels, 'parent_process', lambda: SimpleNamespace(is_alive=lambda: False))
     (tmp_path/'in.txt').write_text('\n'.join(games(60)))
     job = Labelling(str(tmp_path/'out.txt'), shards=4)
     cut_inputs(job, [tmp_path/'in.txt'], Engine.name)
@@ -268,7 +268,7 @@ def test_what_is_wrong_is_said_and_nothing_is_made(words, names, tmp_path, monke
     monkeypatch.chdir(tmp_path)
     (tmp_path/'in.txt').write_text(chess.STARTING_FEN)
     (tmp_path/'old.txt').write_text('P: old')
-    if '--stockfish-path' not in words: monkeypatch.setattr(positions, 'Stockfish', Engine)
+    if '--stockfish-path' not in words: monkeypatch.setattr(labels, 'Stockfish', Engine)
     before = sorted(tmp_path.iterdir())
     assert cli.main(['label', *words.split()]) == 2
     said = capsys.readouterr().err
@@ -360,3 +360,12 @@ def test_memory_does_not_grow_with_the_data(tmp_path):
         tracemalloc.stop()
         assert seen == 300*count
     assert peaks[1] < 1.2*peaks[0] + 50_000
+
+
+def test_progress_counts_the_pace_from_where_it_began(monkeypatch):
+    clock = [100.]
+    monkeypatch.setattr('rookworld_nb.labels.time', SimpleNamespace(monotonic=lambda: clock[0]))
+    progress = Progress(12, done=2)
+    assert progress(2) == '2 of 12'
+    clock[0] += 240.
+    assert [progress(3), progress(6), progress(12)] == ['3 of 12, 36 minutes to go', '6 of 12, 6 minutes to go', '12 of 12, 0 minutes to go']
