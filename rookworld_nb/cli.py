@@ -520,9 +520,8 @@ def label(
     from rookworld_nb.labels import Labelling, count_moves, fen_in, label_files, policy_line
     from rookworld_nb.positions import locked
     from rookworld_nb.rules import StockfishPool
+    if input and (fens or not output): raise UsageError('--input: needs --output, a new file; no positions beside it')
     if input:
-        if fens or output is None:
-            raise UsageError('--input: needs --output, a new file, and no positions beside it')
         job = Labelling(str(output), shards, nodes, seed, padded, stockfish_path)
         return emit(json.dumps(label_files(job, input, processes)))
     at_least_one(processes=processes, shards=shards)
@@ -1015,7 +1014,7 @@ def main(
     except BrokenPipeError:
         drop_output()
         if name not in ('train', 'search', 'ablate', 'pretrain'): return 0  # enough was read, as in `positions | head`
-        sys.stderr.write(f'{place}: interrupted, because nobody reads its output any more; it can be gone on with\n')
+        sys.stderr.write(f'{place}: interrupted, because nobody reads its output any more; it can be resumed\n')
         return 130
     except KeyboardInterrupt:
         sys.stderr.write(f'{place}: interrupted\n')

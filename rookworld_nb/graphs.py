@@ -56,14 +56,14 @@ def jit(
 
 # %% ../nbs/10_graphs.ipynb #985a85de
 @jit
-def _take_in(keys, values, there, seen, real, shift, query, most, total, heap):
+def _take_in(keys, values, there, seen, real, shift, query, most, total, summed):
     "Some more keys: the largest score and the two sums that come out."
     key = tl.load(keys + there, seen[:, None] & real, 0.).to(tl.float32)
     value = tl.load(values + there, seen[:, None] & real, 0.).to(tl.float32)
     score = tl.where(seen, tl.sum(key*query, 1) + shift, -float('inf'))
     larger = tl.maximum(most, tl.max(score, 0))
     weight, shrink = tl.exp(score - larger), tl.exp(most - larger)
-    return larger, total*shrink + tl.sum(weight, 0), heap*shrink + tl.sum(weight[:, None]*value, 0)
+    return larger, total*shrink + tl.sum(weight, 0), summed*shrink + tl.sum(weight[:, None]*value, 0)
 
 
 @jit
@@ -77,16 +77,17 @@ def _attend_kernel(q, k, v, prompt_k, prompt_v, bias, keys, values, out, at, row
     own, prompt = (n*H + h)*limit*d, (n//G*H + h)*width*d
     tl.store(keys + own + t*d + x, key, real)
     tl.store(values + own + t*d + x, value, real)
-    most, total, heap = tl.sum(query*key.to(tl.float32), 0), 1., value.to(tl.float32)
+    most, total, summed = tl.sum(query*key.to(tl.float32), 0), 1., value.to(tl.float32)
     for start in range(0, width, BLOCK):
         place = start + tl.arange(0, BLOCK)
         there, shift = prompt + place[:, None]*d + x, tl.load(bias + n//G*width + place, place < width, 0.)
-        most, total, heap = _take_in(prompt_k, prompt_v, there, place < width, real, shift, query, most, total, heap)
+        most, total, summed = _take_in(prompt_k, prompt_v, there, place < width, real, shift, query,
+                                       most, total, summed)
     for start in range(0, t, BLOCK):
         place = start + tl.arange(0, BLOCK)
         there = own + place[:, None]*d + x
-        most, total, heap = _take_in(keys, values, there, place < t, real, 0., query, most, total, heap)
-    tl.store(out + (n*H + h)*d + x, (heap/total).to(out.dtype.element_ty), real)
+        most, total, summed = _take_in(keys, values, there, place < t, real, 0., query, most, total, summed)
+    tl.store(out + (n*H + h)*d + x, (summed/total).to(out.dtype.element_ty), real)
 
 # %% ../nbs/10_graphs.ipynb #eb4df203
 def attend_fused(
@@ -217,21 +218,21 @@ def decode_step(
     draw: Callable,          # `draw` or `draw_fused`
 ) -> None:
     "Draw a token for every row from the state before it, and compute the state behind it; nothing waits for the CPU."
-    t = tables
-    logits = F.linear(t.hidden, unembedding)[:, :model.cfg.vocab_size]
-    ids, logprobs = draw(logits, temperature, t.noise.index_select(0, t.at)[0])
-    t.sound &= logprobs.isfinite().all()    # NaN or infinity among the scores makes it NaN
-    alive = ~t.done
+    logits = F.linear(tables.hidden, unembedding)[:, :model.cfg.vocab_size]
+    ids, logprobs = draw(logits, temperature, tables.noise.index_select(0, tables.at)[0])
+    tables.sound &= logprobs.isfinite().all()    # NaN or infinity among the scores makes it NaN
+    alive = ~tables.done
     ids, logprobs = torch.where(alive, ids, end_id), torch.where(alive, logprobs, 0.)
-    for table, row in ((t.ids, ids), (t.mask, alive), (t.logprobs, logprobs)): table.index_copy_(0, t.at, row[None])
-    t.done |= ids == end_id
+    for table, row in ((tables.ids, ids), (tables.mask, alive), (tables.logprobs, logprobs)):
+        table.index_copy_(0, tables.at, row[None])
+    tables.done |= ids == end_id
 
     def rule(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return attend(q, k, v, t.prompt_keys[layer], t.prompt_values[layer], t.bias, t.keys[layer], t.values[layer],
-                      t.at)
-    where = (t.start + t.at).clamp(max=model.cfg.n_positions-1)    # behind the last token nothing is drawn
-    t.hidden.copy_(model.run(ids.clamp(min=0)[:, None], Rule(where, rule))[:, 0])
-    t.at += 1
+        return attend(q, k, v, tables.prompt_keys[layer], tables.prompt_values[layer], tables.bias,
+                      tables.keys[layer], tables.values[layer], tables.at)
+    where = (tables.start + tables.at).clamp(max=model.cfg.n_positions-1)    # behind the last token nothing is drawn
+    tables.hidden.copy_(model.run(ids.clamp(min=0)[:, None], Rule(where, rule))[:, 0])
+    tables.at += 1
 
 # %% ../nbs/10_graphs.ipynb #71f5ad6d
 def record(
@@ -300,7 +301,7 @@ class Recordings:
         shape: tuple[int, ...],  # prompts, their width, samples of each, new tokens
         *options: float,         # temperature and end token
     ) -> tuple[DecodingTables, Callable]:  # and how to take a step in them
-        "The one of this kind, or a new one in place of that which was not used for longest."
+        "The one of this kind, or a new one in place of the least recently used."
         if (shape, options) not in self.recorded:
             while len(self.recorded) >= self.KEPT: del self.recorded[next(iter(self.recorded))]
             tables = DecodingTables(self.twin, *shape)

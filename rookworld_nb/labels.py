@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 
 class LabelError(ValueError):
-    "A labelling job that cannot be begun or gone on with; the message says what to do."
+    "A labelling job that cannot be begun or resumed; the message says what to do."
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ def plan_of(
     sizes = [[str(path), path.stat().st_size] for path in paths]
     return asdict(job) | {'stockfish_path': None, 'engine': engine, 'files': sizes}
 
-
+# %% ../nbs/13_labels.ipynb #8906ff95
 def cut_inputs(
     job: Labelling,           # begun or new
     paths: Sequence[Path],    # files of FENs, one a line
@@ -227,7 +227,7 @@ def label_worker(
 def stop(
     processes: Sequence,  # of workers
 ) -> None:
-    "Interrupt workers that are still there, so that what they do can be gone on with."
+    "Interrupt workers that are still there, so that what they do can be resumed."
     for process in processes:
         if process.is_alive(): os.kill(process.pid, signal.SIGINT)
     for process in processes:

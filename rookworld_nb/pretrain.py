@@ -439,7 +439,7 @@ def train(
     tokenizer: Tokenizer,        # nano's
     validation: dict[str, Rows],  # kind -> rows never learned from
 ) -> Iterator[dict[str, float]]:  # one row of figures a step; with validation figures at every checkpoint
-    "Pre-train; the latest checkpoint in the output folder is gone on from, so that a killed run loses little."
+    "Pre-train; it resumes from the latest checkpoint in the output folder, so that a killed run loses little."
     torch.set_num_threads(config.threads)
     learner, path = _Learner(config, rows, tokenizer), Path(config.output_dir)/'checkpoint.pt'
     if path.exists():
@@ -470,7 +470,7 @@ def _load_checkpoint(path: Path, config: PretrainConfig) -> dict:
     state = torch.load(path, weights_only=True)
     if 'probes' not in state:
         raise PretrainError(f'{path.parent} holds a run of an older version; give another --output-dir')
-    free = ('steps', 'env_share', 'verdict_share',    # may change when a run is gone on with: more steps, another mix
+    free = ('steps', 'env_share', 'verdict_share',    # may change when a run is resumed: more steps, another mix
             'output_dir', 'processes', 'threads', 'save_every')
     before = state['config']
     if differing := [f'--{name.replace("_", "-")} {before.get(name)}, not {value}'
@@ -483,7 +483,7 @@ def _load_checkpoint(path: Path, config: PretrainConfig) -> dict:
 
 
 def _cut_log(path: Path, step: int) -> None:
-    "Take out what comes after the step that is gone on from, and a last line that was cut off."
+    "Take out what comes after the step that the run resumes from, and a last line that was cut off."
     lines = path.read_bytes().split(b'\n')[:-1] if path.exists() else []
     kept = b''.join(line + b'\n' for line in lines if json.loads(line)['step'] <= step)
     with replacing(path) as aside: aside.write_bytes(kept)

@@ -45,8 +45,8 @@ import torch
 from .config import FREE, TrainConfig
 from .evaluate import ROUNDING, evaluate, wilson_interval
 from .hardware import HardwareConfig
+from .labels import leave_group, stop
 from .monitor import BLUE, MUTED, ORANGE, Picture, metric_rows, write_atomic
-from .positions import leave_group, stop
 from .report import as_word, command_line, optional_module, png_of
 from .rewards import RewardScorer
 from .run import Run, Setup, finish, updates_per_batch
