@@ -235,7 +235,7 @@ def _illegal_in(way: str, board: chess.Board, rng: random.Random) -> list[chess.
     "The moves of the position that are illegal in that way."
     return [move for move in _suspects(way, board, rng) if not board.is_legal(move)]
 
-
+# %% ../nbs/14_corpus.ipynb #b1be9d0a
 def _suspects(way: str, board: chess.Board, rng: random.Random) -> list[chess.Move]:
     "Moves some of which may be illegal in that way."
     if way in ('king', 'exposed'):    # the king goes where it is attacked; another move leaves it attacked
@@ -253,6 +253,13 @@ def _suspects(way: str, board: chess.Board, rng: random.Random) -> list[chess.Mo
     start = rng.choice(list(own if way == 'reach' else ~chess.SquareSet(board.occupied)))
     return [chess.Move(start, end) for end in chess.SQUARES if end != start]
 
+
+def _sight(board: chess.Board, square: int) -> chess.SquareSet:
+    "What the piece would attack if it were alone."
+    alone = chess.Board(None)
+    alone.set_piece_at(square, board.piece_at(square))
+    return alone.attacks(square)
+
 # %% ../nbs/14_corpus.ipynb #17445390
 HEAVY = (chess.QUEEN,)*3 + (chess.ROOK,)*3 + (chess.PAWN,)*2 + (chess.BISHOP, chess.KNIGHT)
 
@@ -260,7 +267,7 @@ HEAVY = (chess.QUEEN,)*3 + (chess.ROOK,)*3 + (chess.PAWN,)*2 + (chess.BISHOP, ch
 def cornered_king(
     rng: random.Random,  # source of the choices
 ) -> chess.Board:  # a valid position, not over, the stronger side to move
-    "A king at the edge, the other king near it with one to four pieces: where mates and stalemates are close."
+    "A king at the edge, the other king near it with one to seven pieces: where mates and stalemates are close."
     while True:
         board, strong = chess.Board(None), rng.random() < .5
         edge = [s for s in chess.SQUARES if chess.square_rank(s) in (0, 7) or chess.square_file(s) in (0, 7)]
@@ -283,7 +290,7 @@ PIECES = (chess.PAWN, chess.KNIGHT, chess.BISHOP, chess.ROOK, chess.QUEEN)
 
 def bare_capture(
     rng: random.Random,  # source of the choices
-) -> chess.Board:  # a valid position in which a capture leaves too little material
+) -> chess.Board:  # a valid position in which a capture mostly leaves too little material
     "A king beside the last enemy piece."
     while True:
         board, side = chess.Board(None), rng.random() < .5
@@ -363,13 +370,6 @@ def _weight(board: chess.Board, move: chess.Move) -> float:
     meets = pawn and not taken and chess.square_rank(move.to_square) in (near, rank) and any(
         chess.square(beside, rank) in enemy for beside in (file - 1, file + 1) if 0 <= beside < 8)
     return 1. + 1.5*taken + .7*pawn + 9.*meets
-
-
-def _sight(board: chess.Board, square: int) -> chess.SquareSet:
-    "What the piece would attack if it were alone."
-    alone = chess.Board(None)
-    alone.set_piece_at(square, board.piece_at(square))
-    return alone.attacks(square)
 
 # %% ../nbs/14_corpus.ipynb #8d919e33
 def _env_shard(number: int, folder: Path, size: int, seed: int) -> None:

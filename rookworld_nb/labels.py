@@ -274,7 +274,7 @@ def clear_shards(
     shutil.rmtree(gone)
     return totals
 
-
+# %% ../nbs/13_labels.ipynb #29ad29fb
 class Progress:
     "Says how much of a long work is done, and how long the rest takes at the pace since this object was made."
 

@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['logger', 'SHIPPED', 'PUZZLES', 'OPENINGS', 'CENTRE', 'HOME_RANK', 'PIECE_MIX', 'OUTCOMES', 'Sample', 'DataError',
-           'text_file', 'data_files', 'lazy_lines', 'read_lines', 'warn_malformed', 'write_lines', 'shipped', 'locked',
-           'replacing', 'seen_positions', 'apart_from', 'shipped_positions', 'split_by_position', 'Position',
-           'opening_positions', 'development_weight', 'random_play', 'random_endgame', 'generate_positions', 'by_task',
-           'spread', 'prompt_pools', 'Rounds', 'Blend', 'outcome', 'is_rare', 'env_stream', 'PromptMix']
+           'text_file', 'data_files', 'lazy_lines', 'read_lines', 'warn_malformed', 'write_lines', 'shipped',
+           'seen_positions', 'split_by_position', 'apart_from', 'shipped_positions', 'Position', 'opening_positions',
+           'development_weight', 'random_play', 'random_endgame', 'generate_positions', 'by_task', 'spread',
+           'prompt_pools', 'Rounds', 'Blend', 'outcome', 'is_rare', 'env_stream', 'PromptMix', 'locked', 'replacing']
 
 # %% ../nbs/04_positions.ipynb #8bbc9c47
 import gzip
@@ -166,38 +166,6 @@ def shipped(
         raise DataError(f'no shipped data set {name!r}: choose {", ".join(SHIPPED)}')
     return list(_shipped(name))
 
-# %% ../nbs/04_positions.ipynb #8abb9d83
-@contextmanager
-def locked(
-    path: Path,       # made if absent
-) -> Iterator[bool]:  # whether this process has the lock
-    "Hold a lock that ends with its process, however that ends; where files cannot be locked, say so and go on."
-    mine = True
-    with open(path, 'a', encoding='utf-8') as file:
-        try:
-            import fcntl
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            mine = False
-        except (ImportError, OSError) as error:    # Windows; some file systems of a network
-            logger.warning('%s: cannot be locked (%s); see to it that no other process is at work there', path, error)
-        yield mine
-
-
-@contextmanager
-def replacing(
-    path: Path,  # a file of which one process at a time is the writer; there or not
-) -> Iterator[Path]:  # a name beside it, to write to
-    "Have a whole file take the place of another at the end of the block; where that fails, the old one stays."
-    aside = path.with_name(f'.{path.name}.part')
-    try:
-        yield aside
-        with open(aside, 'r+b') as file: os.fsync(file.fileno())
-        os.replace(aside, path)
-    except BaseException:
-        aside.unlink(missing_ok=True)
-        raise
-
 # %% ../nbs/04_positions.ipynb #5726d397
 def seen_positions(
     samples: Iterable[Sample],  # P: and A: samples
@@ -206,7 +174,22 @@ def seen_positions(
     pairs = [(sample.fen, parse_env(sample.completion).new_fen if sample.task == 'A' else None) for sample in samples]
     return {fen_key(fen) for pair in pairs for fen in pair if fen}
 
+# %% ../nbs/04_positions.ipynb #d3b3232e
+def split_by_position(
+    samples: Iterable[Sample],  # any mix of tasks
+    heldout_share: float,       # share of the positions to hold out, in (0, 1)
+    seed: int = 0,              # which positions are held out depends on this alone
+) -> tuple[list[Sample], list[Sample]]:  # training and held-out samples
+    "Split so that a position, whatever its counters, its task or its move, is asked about on one side only."
+    if not 0 < heldout_share < 1:
+        raise DataError(f'heldout_share={heldout_share} is not a share between 0 and 1')
+    sides = [], []
+    for sample in samples:
+        held = random.Random(f'{seed} {fen_key(sample.fen)}').random() < heldout_share
+        sides[held].append(sample)
+    return sides
 
+# %% ../nbs/04_positions.ipynb #6ead3a02
 def apart_from(
     samples: Iterable[Sample],  # P: and A: samples
     taken: set[str],            # fen_key of positions
@@ -227,21 +210,6 @@ def shipped_positions(
         with text_file(files('rookworld_nb')/'assets'/f'{name}.txt.gz') as puzzles:
             fens += [' '.join(line.split()[:4]) + ' 0 1' for line in puzzles]
     return {*map(fen_key, fens)} | seen_positions(sample for name in names or SHIPPED for sample in shipped(name))
-
-# %% ../nbs/04_positions.ipynb #d3b3232e
-def split_by_position(
-    samples: Iterable[Sample],  # any mix of tasks
-    heldout_share: float,       # share of the positions to hold out, in (0, 1)
-    seed: int = 0,              # which positions are held out depends on this alone
-) -> tuple[list[Sample], list[Sample]]:  # training and held-out samples
-    "Split so that a position, whatever its counters, its task or its move, is asked about on one side only."
-    if not 0 < heldout_share < 1:
-        raise DataError(f'heldout_share={heldout_share} is not a share between 0 and 1')
-    sides = [], []
-    for sample in samples:
-        held = random.Random(f'{seed} {fen_key(sample.fen)}').random() < heldout_share
-        sides[held].append(sample)
-    return sides
 
 # %% ../nbs/04_positions.ipynb #f9e1de59
 #: Named openings in standard algebraic notation, one line of play each.
@@ -533,3 +501,35 @@ class PromptMix:
     ) -> None:
         "Go on from where a run stopped."
         self.drawn = state['drawn']
+
+# %% ../nbs/04_positions.ipynb #8abb9d83
+@contextmanager
+def locked(
+    path: Path,       # made if absent
+) -> Iterator[bool]:  # whether this process has the lock
+    "Hold a lock that ends with its process, however that ends; where files cannot be locked, say so and go on."
+    mine = True
+    with open(path, 'a', encoding='utf-8') as file:
+        try:
+            import fcntl
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            mine = False
+        except (ImportError, OSError) as error:    # Windows; some file systems of a network
+            logger.warning('%s: cannot be locked (%s); see to it that no other process is at work there', path, error)
+        yield mine
+
+
+@contextmanager
+def replacing(
+    path: Path,  # a file of which one process at a time is the writer; there or not
+) -> Iterator[Path]:  # a name beside it, to write to
+    "Have a whole file take the place of another at the end of the block; where that fails, the old one stays."
+    aside = path.with_name(f'.{path.name}.part')
+    try:
+        yield aside
+        with open(aside, 'r+b') as file: os.fsync(file.fileno())
+        os.replace(aside, path)
+    except BaseException:
+        aside.unlink(missing_ok=True)
+        raise
