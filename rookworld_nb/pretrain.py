@@ -540,7 +540,7 @@ def _judged_position(prompt: str) -> str:
 
 
 def _pairs(samples: list[Sample], best_first: bool, taken: set[str]) -> dict[str, list[tuple[str, str]]]:
-    "Prompts and completions; every eighth P: position, and each that exposes its king, has a row of verdicts without `taken` ones."
+    "Prompts and completions; every eighth P: position, and each that exposes its king, has verdicts, except of `taken` ones."
     policy, env = by_task(samples).values()
     texts = map(ranked, policy) if best_first else (sample.completion for sample in policy)
     judged = (verdicts(sample.fen, random.Random(sample.fen)) for place, sample in enumerate(policy)
