@@ -81,8 +81,8 @@ def write_checkpoint(
         for path in (*files, aside/SUMS, aside): force_to_disk(path)
     except Exception as error:    # what is half-written would take up the room of the next one
         shutil.rmtree(aside, ignore_errors=True)
-        why = error if error.__context__ in (None, going_on) else error.__context__    # the disk's own words
-        raise CheckpointError(f'{folder}: cannot be written: {why}') from error
+        own = isinstance(error, OSError) or error.__context__ in (None, going_on)    # else torch's, about the disk's
+        raise CheckpointError(f'{folder}: cannot be written: {error if own else error.__context__}') from error
     if folder.exists(): os.replace(folder, old)
     os.replace(aside, folder)
     force_to_disk(folder.parent)

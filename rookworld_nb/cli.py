@@ -4,13 +4,14 @@
 
 # %% auto #0
 __all__ = ['logger', 'REQUIRED', 'READERS', 'SUITES', 'WEAKEST', 'Suites', 'ANSWERED', 'USED_BY', 'HEADINGS', 'COMMANDS',
-           'UsageError', 'stdin_lines', 'batches', 'check_output', 'comments_in', 'Flag', 'flags_of', 'parse_value',
-           'as_text', 'Parser', 'placeholder', 'parser_of', 'no_such', 'settings_in', 'read_settings', 'input_lines',
-           'at_least_one', 'emit', 'without_nan', 'positions', 'uci', 'generate', 'read_rows', 'read_row', 'check_row',
-           'score', 'answered', 'positions_in', 'label', 'evaluation_samples', 'say_absent', 'check_passes', 'measure',
-           'suite_puzzles', 'suite_openings', 'check_used', 'play_suites', 'evaluate_model', 'metric_tables',
-           'report_evaluation', 'as_columns', 'train', 'pretrain', 'report', 'ablate', 'search', 'push', 'batch_size',
-           'Command', 'run_command', 'overview', 'is_input_error', 'drop_output', 'console_logging', 'main']
+           'UsageError', 'open_streams', 'stdin_lines', 'batches', 'check_output', 'comments_in', 'Flag', 'flags_of',
+           'parse_value', 'as_text', 'Parser', 'placeholder', 'parser_of', 'no_such', 'settings_in', 'read_settings',
+           'input_lines', 'at_least_one', 'emit', 'without_nan', 'positions', 'uci', 'generate', 'read_rows',
+           'read_row', 'check_row', 'score', 'answered', 'positions_in', 'label', 'evaluation_samples', 'say_absent',
+           'check_passes', 'measure', 'suite_puzzles', 'suite_openings', 'check_used', 'play_suites', 'evaluate_model',
+           'metric_tables', 'report_evaluation', 'as_columns', 'train', 'pretrain', 'report', 'ablate', 'search',
+           'push', 'batch_size', 'Command', 'run_command', 'overview', 'is_input_error', 'drop_output',
+           'console_logging', 'main']
 
 # %% ../nbs/29_cli.ipynb #0f1f1bea
 import argparse
@@ -49,6 +50,13 @@ logger = logging.getLogger('rookworld_nb.cli')
 
 class UsageError(ValueError):
     "A mistake in what the user typed; the message names it and what would be valid."
+
+
+def open_streams() -> None:
+    "What the shell has closed leads nowhere; a letter that the terminal does not know is written as its code."
+    for name, mode in (('stdin', 'r'), ('stdout', 'w'), ('stderr', 'w')):
+        setattr(sys, name, getattr(sys, name) or open(os.devnull, mode))
+    if isinstance(sys.stdout, io.TextIOWrapper): sys.stdout.reconfigure(errors='backslashreplace')
 
 
 def stdin_lines() -> Iterator[str]:  # as they come
@@ -993,7 +1001,7 @@ def main(
     argv: Sequence[str] | None = None,  # words after `rookworld`; None: those of the process
 ) -> int:  # exit code: 0 fine, 2 a mistake in the input, 130 interrupted; what is ours is raised, which makes 1
     "The command `rookworld`."
-    sys.stdin, sys.stdout = sys.stdin or open(os.devnull), sys.stdout or open(os.devnull, 'w')    # closed by the shell
+    open_streams()
     words = list(sys.argv[1:] if argv is None else argv)
     name = words[0] if words else ''
     place = 'rookworld'

@@ -461,7 +461,8 @@ def _save_checkpoint(learner: _Learner, path: Path) -> None:
         save_pretrained(learner.model, learner.tokenizer, path.parent/'model')    # first: the last checkpoint ships it
         with replacing(path) as aside, open(aside, 'wb') as file: torch.save(learner.state(), file)
     except Exception as error:
-        raise PretrainError(f'step {learner.step}: {path} cannot be written: {error.__context__ or error}; '
+        why = error if isinstance(error, OSError) else error.__context__ or error    # the disk's own words
+        raise PretrainError(f'step {learner.step}: {path} cannot be written: {why}; '
                             'the same command goes on from the one before') from error
 
 

@@ -489,9 +489,12 @@ def resumed_config(
     "The configuration to go on with."
     folder = run_folder(TrainConfig(output_dir=asked.get('output_dir'), resume=True))
     defaults = {field.name: field.default for field in fields(TrainConfig)}
-    stored = defaults | read_object(folder/'config.json')    # an older run lacks settings that came later
+    found = read_object(folder/'config.json')
+    stored = defaults | found    # an older run lacks settings that came later
     if strange := sorted(stored.keys() - defaults.keys()):
         raise RunError(f'--resume: {folder/"config.json"} is not of a run, which has no {", ".join(strange[:3])}')
+    if missing := {'model', 'seed', 'steps'} - found.keys():
+        raise RunError(f'--resume: {folder/"config.json"} is not of a run, which has {", ".join(sorted(missing))}')
     for name, value in asked.items():
         if name not in stored:
             raise RunError(f'{name}: no such setting')

@@ -550,6 +550,8 @@ def uci_session(
             yield from (f'id name {name}', 'id author rookworld_nb', 'uciok')
         elif command == 'isready':
             yield 'readyok'
+        elif command == 'ucinewgame':
+            board = chess.Board()
         elif command == 'position':
             try:
                 board = uci_board(words)

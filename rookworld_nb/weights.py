@@ -107,11 +107,11 @@ def load_config(
     for key, accepted in REQUIRED.items():
         if cfg.get(key, accepted[0]) not in accepted:
             raise ModelFileError(f'{path}: {key} is {cfg[key]!r}, must be {" or ".join(map(repr, accepted))}')
-    sizes = {key: cfg.get(key) for key in GPTConfig.__dataclass_fields__}
-    if cfg.get('n_inner') not in (None, 4*(sizes['n_embd'] or 0)):
-        raise ModelFileError(f'{path}: n_inner is {cfg["n_inner"]!r}, must be null or 4 n_embd')
-    try: return GPTConfig(**sizes)
+    try: shape = GPTConfig(**{key: cfg.get(key) for key in GPTConfig.__dataclass_fields__})
     except ValueError as e: raise ModelFileError(f'{path}: {e}') from e
+    if cfg.get('n_inner') not in (None, 4*shape.n_embd):
+        raise ModelFileError(f'{path}: n_inner is {cfg["n_inner"]!r}, must be null or 4 n_embd')
+    return shape
 
 # %% ../nbs/01_weights.ipynb #177ecc8a
 def load_shard(
@@ -327,6 +327,8 @@ def load_pretrained(
     'A model and its tokenizer, every name and shape checked.'
     folder = model_folder(name_or_path, revision)
     cfg, tokenizer, tensors = load_config(folder), load_tokenizer(folder), load_tensors(folder)
+    if cfg.n_layer > len(tensors):    # before so many blocks are made
+        raise ModelFileError(f'{folder}: config.json has n_layer {cfg.n_layer}, and there are {len(tensors)} tensors')
     with torch.device('meta'), _NothingDrawn(): model = GPT(cfg)
     try:
         check_tokenizer(tokenizer, cfg)

@@ -108,6 +108,14 @@ def test_the_reason_of_a_failure_is_its_own(tmp_path, monkeypatch, going_on):
     assert str(found.value).endswith(f'final_checkpoint: cannot be written: [Errno {errno.ENOSPC}] {os.strerror(errno.ENOSPC)}')
 
 
+def test_what_the_disk_says_last_is_told_and_not_what_torch_made_of_it(tmp_path, monkeypatch):
+    def full(*rest):
+        try: raise RuntimeError('unexpected pos 64 vs 0')
+        except RuntimeError: raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    monkeypatch.setattr('rookworld_nb.checkpoint.save_pretrained', full)
+    with pytest.raises(CheckpointError, match=os.strerror(errno.ENOSPC)): write_checkpoint(tmp_path/'final_checkpoint', *PARTS, {'value': 1})
+
+
 @pytest.mark.parametrize('large', ['trainer.pt', 'model.safetensors'])
 def test_a_full_disk_is_named_and_leaves_the_old_checkpoint_alone(tmp_path, large):
     "No file may be larger than 1 MB; the old checkpoint is under its spare name, as after a kill between the renamings."

@@ -422,10 +422,21 @@ def test_a_note_about_the_run_is_told_with_the_mistake(call, monkeypatch):
 
 @pytest.mark.parametrize('words, code, said', [
     ('generate <&-', 2, 'rookworld generate: no prompts: the input is empty\n'), ('score <&-', 2, 'rookworld score: no rows to score: the input is empty\n'),
-    ('uci <&-', 0, ''), ('positions --n 2 >&-', 0, '')])
+    ('uci <&-', 0, ''), ('positions --n 2 >&-', 0, ''), ('generate --model nope x 2>&-', 2, '')])
 def test_a_closed_stream_is_an_empty_one(words, code, said):
     done = subprocess.run(['bash', '-c', f'{SCRIPT} {words}'], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, timeout=120)
     assert (done.returncode, done.stdout, done.stderr) == (code, '', said)
+
+
+def test_a_run_needs_no_stream(tmp_path):
+    words = f'train --steps 1 --batch-positions 2 --eval-policy 0 --eval-env 0 --output-dir {tmp_path}/run'
+    assert subprocess.run(['bash', '-c', f'{SCRIPT} {words} <&- >&- 2>&-'], timeout=120).returncode == 0 and (tmp_path/'run'/'summary.json').exists()
+
+
+def test_a_letter_that_the_terminal_does_not_know_is_written_as_its_code():
+    done = subprocess.run([SCRIPT, 'uci'], input=b'position startpos moves e2\xff4\nisready\n', capture_output=True, timeout=120,
+                          env=os.environ | {'PYTHONIOENCODING': 'ascii'})
+    assert done.returncode == 0 and b'left out' in done.stdout and b'\\ufffd' in done.stdout and b'readyok' in done.stdout, done
 
 
 def test_a_file_that_the_system_refuses_is_no_traceback(call, tmp_path):

@@ -164,6 +164,8 @@ def test_a_lock_that_cannot_be_opened_is_said_and_the_run_goes_on(tmp_path, capl
 def test_a_folder_that_is_no_run_is_not_gone_on_with(finished, tmp_path):
     folder = shutil.copytree(finished[1]/'final_checkpoint', tmp_path/'model')
     with pytest.raises(RunError, match='config.json is not of a run, .*architectures'): resumed_config(output_dir=str(folder))
+    (folder/'config.json').write_text('{}')
+    with pytest.raises(RunError, match='config.json is not of a run, which has model, seed, steps'): resumed_config(output_dir=str(folder))
     (tmp_path/'old').mkdir()
     (tmp_path/'old'/'metrics.jsonl').write_text('{"step": 1}\n')
     with pytest.raises(RunError, match='holds a run already'): Run(replace(TINY, output_dir=str(tmp_path/'old')))

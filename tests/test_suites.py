@@ -656,6 +656,7 @@ def test_no_torch_state_is_left_behind(nano):
 
 def test_a_search_may_be_held_to_some_moves():
     player = answering(lambda fen: 'e2e4')
+    assert list(uci_session(['position fen nonsense', 'ucinewgame', 'go'], player))[-1] != 'bestmove (none)'    # a new game begins at the start
     said = list(uci_session(['go', 'go searchmoves a2a3 movetime 9', 'go searchmoves e2e4 a2a3', 'go searchmoves a9a9'], player))
     assert [line for line in said if line.startswith('bestmove')] == [f'bestmove {move}' for move in ('e2e4', 'a2a3', 'e2e4', 'e2e4')]
 

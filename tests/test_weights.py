@@ -491,11 +491,16 @@ def test_a_folder_without_weights_or_tokenizer_or_configuration_says_so(ours):
     ({'layer_norm_epsilon': 1e-6}, 'layer_norm_epsilon is 1e-06'), ({'model_type': 'gpt_neo'}, "model_type is 'gpt_neo'"),
     ({'tie_word_embeddings': False}, 'tie_word_embeddings is False'), ({'scale_attn_weights': False}, 'scale_attn_weights'),
     ({'scale_attn_by_inverse_layer_idx': True}, 'scale_attn_by_inverse_layer_idx'), ({'add_cross_attention': True}, 'add_cross_attention'),
-    ({'n_inner': 100}, 'n_inner is 100'), ({'n_embd': None}, 'n_embd'), ({'n_head': 3}, 'n_head=3'), ({'n_layer': '2'}, "n_layer .* '2'")])
+    ({'n_inner': 100}, 'n_inner is 100'), ({'n_embd': None}, 'n_embd'), ({'n_embd': {'a': 1}}, 'n_embd'), ({'n_head': 3}, 'n_head=3'), ({'n_layer': '2'}, "n_layer .* '2'")])
 def test_another_function_is_refused_by_name(ours, changes, words):
     edit_config(ours[0], **changes)
     with pytest.raises(ModelFileError, match=f'config.json: .*{words}'):
         load_config(ours[0])
+
+
+def test_blocks_without_tensors_are_never_made(ours):
+    edit_config(ours[0], n_layer=10**9)
+    with pytest.raises(ModelFileError, match='n_layer 1000000000, and there are'): load_pretrained(ours[0])
 
 
 @pytest.mark.parametrize('changes', [{'activation_function': 'gelu_pytorch_tanh'}, {'n_inner': 64}, {'activation_function': None}, {'n_ctx': 32},
