@@ -4,12 +4,12 @@
 
 # %% auto #0
 __all__ = ['PROMPT_FIELDS', 'CountingTask', 'counting_policy', 'RolloutPart', 'mean_advantages', 'judged_groups', 'idle_groups',
-           'Experience', 'reward_metrics', 'component_metrics', 'completion_metrics', 'CollectorConfig', 'without_end',
-           'check_reference', 'ask_reference', 'advantages_of', 'assemble', 'priced', 'task_shares', 'check_price',
-           'stack_rows', 'of_all', 'group_work', 'share_of', 'Collector', 'BufferConfig', 'StoredGroup', 'put_together',
-           'stored_groups', 'check_room', 'next_groups', 'usable_groups', 'is_wanting', 'buffer_metrics',
-           'RolloutBuffer', 'part_state', 'part_from', 'experience_state', 'collector_state', 'restore_collector',
-           'buffer_state', 'restore_buffer']
+           'Experience', 'spread_of', 'reward_metrics', 'component_metrics', 'completion_metrics', 'CollectorConfig',
+           'without_end', 'check_reference', 'ask_reference', 'advantages_of', 'assemble', 'priced', 'task_shares',
+           'check_price', 'stack_rows', 'of_all', 'group_work', 'share_of', 'Collector', 'BufferConfig', 'StoredGroup',
+           'put_together', 'stored_groups', 'check_room', 'next_groups', 'usable_groups', 'is_wanting',
+           'buffer_metrics', 'RolloutBuffer', 'part_state', 'part_from', 'experience_state', 'collector_state',
+           'restore_collector', 'buffer_state', 'restore_buffer']
 
 # %% ../nbs/16_buffer.ipynb #e1cdbd24
 import random
@@ -222,6 +222,15 @@ class Experience:
         return dict(self._metrics if self.measured is None else self.measured)
 
 # %% ../nbs/16_buffer.ipynb #e07ec11c
+def spread_of(
+    rewards: Tensor,  # (N,) at least one
+) -> dict[str, float]:  # reward_min, reward_25pct, reward_75pct, reward_max
+    "From the lowest reward to the highest."
+    levels = {'min': 0., '25pct': .25, '75pct': .75, 'max': 1.}
+    found = rewards.quantile(torch.tensor([*levels.values()], dtype=rewards.dtype)).tolist()
+    return {f'reward_{name}': value for name, value in zip(levels, found)}
+
+
 def reward_metrics(
     experience: Experience,  # a scored batch
 ) -> dict[str, float]:
@@ -232,11 +241,11 @@ def reward_metrics(
     judged, known = torch.tensor(table['raw'].notna().to_numpy()), judged_groups(table['raw'], size)
     groups = rewards.view(-1, size)[known] if known.any() else rewards.view(-1, size)
     rewards, earned = rewards[judged] if judged.any() else rewards, earned[known] if known.any() else earned
-    low, high = rewards.quantile(torch.tensor([.25, .75], dtype=torch.float64)).tolist()
-    means = table[judged.numpy()].groupby('task')['reward'].mean()
-    of_tasks = {f'task_{task}/reward': float(mean) for task, mean in means.items()}
-    return {'reward': float(rewards.mean()), 'reward_std': float(groups.std(1).mean()),
-            'reward_25pct': low, 'reward_75pct': high,
+    of_tasks = {}
+    for task, some in table[judged.numpy()].groupby('task')['reward']:
+        each = {'reward': float(some.mean())} | spread_of(torch.tensor(some.to_numpy(), dtype=torch.float64))
+        of_tasks |= {f'task_{task}/{name}': value for name, value in each.items()}
+    return {'reward': float(rewards.mean()), 'reward_std': float(groups.std(1).mean()), **spread_of(rewards),
             'frac_reward_zero_std': float((earned == earned[:, :1]).all(1).double().mean()),
             'completions/unjudged': float((~judged).double().mean()),
             **of_tasks, 'task_P/fraction': float((table['task'] == 'P').mean())}

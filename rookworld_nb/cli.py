@@ -558,21 +558,22 @@ def evaluation_samples(
     data: Path | None,        # a file of P: and A: lines; None: the shipped sets
     suite: tuple[str, ...],   # what to measure
     limit: int | None,        # at most so many of each task, from the start, of stress from everywhere; None: all
+    history_plies: int = 1,   # last moves that an A: prompt shows
 ) -> list:  # samples with targets; bad lines are named in the log; empty where no suite of lines is asked for
     "What a model is examined on."
-    from rookworld_nb.positions import by_task, read_lines, shipped, spread, warn_malformed
+    from rookworld_nb.positions import by_task, read_lines, shipped, spread, warn_malformed, with_history
     tasks = {SUITES[name] for name in suite if name in SUITES}
     if 'stress' in suite and (data is not None or len(tasks) > 1 or 'env' in suite):
         raise UsageError('--suite stress: a shipped set of its own; policy, env and --data need another command')
     if not tasks: return []
-    own = 'stress' if 'stress' in suite else 'heldout'
-    samples, malformed = (shipped(own), []) if data is None else read_lines(data)
+    samples, malformed = read_lines(data) if data else (shipped('stress' if 'stress' in suite else 'heldout'), [])
     warn_malformed(data, malformed)
-    if not any(sample.task in tasks for sample in samples):
+    if not {sample.task for sample in samples} & tasks:
         raise UsageError(f'--data {data}: holds no {" or ".join(sorted(tasks))}: line for --suite {",".join(suite)}; '
                          f'{len(samples)} good, {len(malformed)} malformed')
-    if limit and own == 'stress': samples = spread(samples, limit)    # sorted by kind: some of each
-    return [sample for task, some in by_task(samples).items() if task in tasks for sample in some[:limit]]
+    if limit and 'stress' in suite: samples = spread(samples, limit)    # sorted by kind: some of each
+    samples = by_task(with_history(samples, history_plies))
+    return [sample for task in samples if task in tasks for sample in samples[task][:limit]]
 
 
 def say_absent(
@@ -590,7 +591,7 @@ WEAKEST = ('skill=0',)    # opponent in matches
 Suites = tuple[Literal['policy', 'env', 'stress', 'mate', 'tactics', 'puzzles', 'selfplay', 'stockfish'], ...]
 ANSWERED = (*SUITES, 'mate', 'tactics', 'puzzles')    # suites of prompts, with targets or solutions
 USED_BY = {'against': tuple(SUITES), 'max_new_tokens': tuple(SUITES), 'limit': ANSWERED, 'samples_per_prompt': ANSWERED,
-           'games': ('selfplay', 'stockfish'), 'history_plies': ('selfplay',), 'levels': ('stockfish',),
+           'games': ('selfplay', 'stockfish'), 'history_plies': ('env', 'selfplay'), 'levels': ('stockfish',),
            'stockfish_path': ('stockfish',)}
 
 # %% ../nbs/29_cli.ipynb #137bf267
@@ -708,7 +709,7 @@ def evaluate_model(
     max_new_tokens: int = ANSWER_TOKENS,     # longest completion of policy, env and stress
     games: int = 20,                         # of self-play, and of a match; even, both sides play White
     levels: tuple[str, ...] = WEAKEST,       # of stockfish: skill=0 to skill=20, elo=N, nodes=N
-    history_plies: int = 1,                  # selfplay: plies in an A: prompt; the public model knows 10
+    history_plies: int = 1,                  # env, selfplay: last moves of an A: prompt; the public model knows 10
     stockfish_path: str | None = None,       # the engine; none: looked for
     seed: int = 0,                           # of the sampling, and of the moves that replace illegal ones in a match
     batch: int = 256,                        # completions at a time
@@ -723,7 +724,7 @@ def evaluate_model(
                max_new_tokens=max_new_tokens, history_plies=history_plies, stockfish_path=stockfish_path)
     at_least_one(limit=limit, samples_per_prompt=samples_per_prompt, max_new_tokens=max_new_tokens, batch=batch)
     puzzles, openings = suite_puzzles(suite, data, limit), suite_openings(suite, games, levels, stockfish_path)
-    samples = evaluation_samples(data, suite, limit)
+    samples = evaluation_samples(data, suite, limit, history_plies)
     check_passes(temperature, samples_per_prompt)
     device = torch_device(device)
     loaded = {name: load_pretrained(name, device) for name in dict.fromkeys((against, model)) if name}

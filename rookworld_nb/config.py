@@ -21,7 +21,7 @@ from .grpo import BASELINES
 from .hardware import HardwareConfig
 from .kl import EXACT_KL, KLConfig
 from .rewards import RewardConfig, RewardTerms, Shaping
-from .tasks import ANSWER_TOKENS
+from .tasks import ANSWER_TOKENS, HISTORY_PLIES
 from .trainer import TrainerConfig
 
 # %% ../nbs/23_config.ipynb #13b7e2da
@@ -32,9 +32,9 @@ class RunError(ValueError):
 #: Settings that depend on the size of the model, used where the flag is not given.
 BY_SIZE = {
     'small': {'lr': 1.5e-4, 'batch_positions': 32, 'temperature': .9, 'replays': 1, 'loss_type': 'grpo',
-              'kl_coef': .2, 'mix_env_ratio': .35},
+              'kl_coef': .2, 'mix_env_ratio': .35, 'history_plies': 1},
     'large': {'lr': 1e-5, 'batch_positions': 8, 'temperature': .7, 'replays': 2, 'loss_type': 'dapo',
-              'kl_coef': .02, 'mix_env_ratio': .2}}
+              'kl_coef': .02, 'mix_env_ratio': .2, 'history_plies': HISTORY_PLIES}}
 OPEN = (*BY_SIZE['small'], 'credit')    # none: for_size decides
 SMALL = 20_000_000  # parameters of the largest small model
 CREDITS = ('part', 'answer')
@@ -51,6 +51,7 @@ class PromptOptions:
     reference_device: str | None = None  # of the reference model, cuda:1 for example; none: that of the policy
     mix_env_ratio: float | None = None  # share of A: prompts; none: 0.35 for a small model, 0.2 a large one
     rare_env_ratio: float | None = 0.15  # share of rare outcomes among them; none: as they come
+    history_plies: int | None = None  # last moves that an A: prompt shows; none: 1 for a small model, 10 a large one
     max_positions: int | None = None  # use only that many prompts of each task, from everywhere in the file; none: all
     stockfish_path: str | None = None  # judge P: answers with this engine (10,000 nodes), not by the targets
     eval_policy: int = 1000           # shipped held-out P: positions evaluated before and after; 0: none
@@ -191,8 +192,8 @@ def check_kinds(
 
 # %% ../nbs/23_config.ipynb #eb00f9a9
 LEAST = {'steps': 1, 'batch_positions': 1, 'replays': 1, 'eval_every': 1, 'save_every': 1, 'keep_checkpoints': 1,
-         'max_positions': 1, 'max_new_tokens': 1, 'buffer_capacity': 1, 'eval_samples': 1, 'eval_policy': 0,
-         'eval_env': 0}
+         'history_plies': 1, 'max_positions': 1, 'max_new_tokens': 1, 'buffer_capacity': 1, 'eval_samples': 1,
+         'eval_policy': 0, 'eval_env': 0}
 OF_THE_GROUP = ('baseline_type', 'scale_rewards', 'drop_tied')    # of no use to a critic
 NEEDS = {'gamma': 'use_gae', 'gae_lambda': 'use_gae', 'value_loss_coef': 'use_gae',
          'kl_warmup_factor': 'kl_warmup_steps', 'normalize_momentum': 'normalize_rewards',

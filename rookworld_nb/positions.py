@@ -6,8 +6,9 @@
 __all__ = ['logger', 'SHIPPED', 'PUZZLES', 'OPENINGS', 'CENTRE', 'HOME_RANK', 'PIECE_MIX', 'OUTCOMES', 'Sample', 'DataError',
            'text_file', 'data_files', 'lazy_lines', 'read_lines', 'warn_malformed', 'write_lines', 'shipped',
            'seen_positions', 'split_by_position', 'apart_from', 'shipped_positions', 'Position', 'opening_positions',
-           'development_weight', 'random_play', 'random_endgame', 'generate_positions', 'by_task', 'spread',
-           'prompt_pools', 'Rounds', 'Blend', 'outcome', 'is_rare', 'env_stream', 'PromptMix', 'locked', 'replacing']
+           'development_weight', 'random_play', 'random_endgame', 'generate_positions', 'by_task', 'with_history',
+           'spread', 'prompt_pools', 'Rounds', 'Blend', 'outcome', 'is_rare', 'env_stream', 'PromptMix', 'locked',
+           'replacing']
 
 # %% ../nbs/04_positions.ipynb #8bbc9c47
 import gzip
@@ -18,7 +19,7 @@ import random
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -27,7 +28,7 @@ from typing import Any, TextIO
 import chess
 
 from .rules import EnvStep, fen_key, legal_moves, parse_board
-from .tasks import EnvAnswer, parse_env, parse_policy, split_line, task_of
+from .tasks import EnvAnswer, env_prompt, parse_env, parse_policy, split_line, task_of
 
 # %% ../nbs/04_positions.ipynb #4ac70ac4
 @dataclass(frozen=True)
@@ -367,6 +368,16 @@ def by_task(
     "Sort samples by task."
     samples = list(samples)
     return {task: [sample for sample in samples if sample.task == task] for task in 'PA'}
+
+
+def with_history(
+    samples: Iterable[Sample],  # P: and A: samples
+    plies: int,                 # moves that an A: prompt shows, the last ones, at most; 1 or more
+) -> list[Sample]:              # in their order
+    "Shorten the history of A: prompts to what a model is used to."
+    asked = [(sample, parse_env(sample.line) if sample.task == 'A' else None) for sample in samples]
+    return [sample if env is None or len(env.history) <= plies else
+            replace(sample, prompt=env_prompt(env.fen, env.uci, env.history[-plies:])) for sample, env in asked]
 
 
 def spread(

@@ -46,7 +46,7 @@ from .model import GPT
 from .monitor import RunFolder, RunWriter, read_metrics, save_reward_curve, write_atomic, write_json
 from .positions import (
     DataError, PromptMix, Sample, apart_from, by_task, is_rare, locked, read_lines,
-    shipped, shipped_positions, spread, warn_malformed)
+    shipped, shipped_positions, spread, warn_malformed, with_history)
 from .rewards import PatientEngine, RewardScorer, default_reward, engine_questions, name_of
 from .rules import LABEL_NODES, Stockfish
 from .trainer import Trainer, restore_trainer, trainer_state
@@ -240,6 +240,7 @@ class Setup:
     ) -> None:
         "Put the parts around models and samples."
         self.config, self.scorer = config, RewardScorer(config.rewards, self.engine, self.ranks.spread, self.reward_fn)
+        self.samples, self.heldout = (with_history(part, config.history_plies) for part in (self.samples, self.heldout))
         self.prompts = PromptMix(self.samples, config.batch_positions, config.mix_env_ratio, config.seed,
                                  config.rare_env_ratio)
         self.trainer = Trainer(self.model, config.trainer, self.reference, self.ranks)

@@ -155,22 +155,23 @@ def test_metrics_against_brute_force(model):
             for r, n, c in zip(part.rewards, part.rollouts.completion_mask.sum(1), part.clipped)]
     rewards, lengths = [row[1] for row in rows], [row[2] for row in rows]
     groups = [rewards[i:i+G] for i in range(0, len(rewards), G)]
-    ordered = sorted(rewards)
 
-    def quantile(q):
-        at = q*(len(ordered) - 1)
+    def quantile(values, q):
+        ordered, at = sorted(values), q*(len(values) - 1)
         low, high = ordered[math.floor(at)], ordered[math.ceil(at)]
         return low + (at - math.floor(at))*(high - low)
 
     expected = {
         'reward': statistics.fmean(rewards), 'reward_std': statistics.fmean(map(statistics.stdev, groups)),
-        'reward_25pct': quantile(.25), 'reward_75pct': quantile(.75),
         'frac_reward_zero_std': sum(len(set(group)) == 1 for group in groups)/len(groups),
         'task_P/reward': statistics.fmean(r for t, r, *_ in rows if t == 'P'),
         'task_A/reward': statistics.fmean(r for t, r, *_ in rows if t == 'A'), 'task_P/fraction': .5,
         'completions/mean_length': statistics.fmean(lengths), 'completions/min_length': min(lengths),
         'completions/max_length': max(lengths), 'completions/unjudged': 0., 'completions/clipped_ratio': statistics.fmean(c for *_, c in rows),
         'num_tokens': source.num_tokens, 'kl_penalty': 0., 'perf/gen_tok_s': sum(lengths)/experience.gen_seconds}
+    for prefix, tasks in (('', 'PA'), ('task_P/', 'P'), ('task_A/', 'A')):
+        some = [r for t, r, *_ in rows if t in tasks]
+        expected |= {f'{prefix}reward_{name}': quantile(some, q) for name, q in (('min', 0), ('25pct', .25), ('75pct', .75), ('max', 1))}
     for part in experience.parts:
         for name in ('format', 'right'):
             values = [TASK.score(part.samples[i//G].prompt, text)[name] for i, text in enumerate(part.rollouts.texts)]

@@ -2,6 +2,7 @@
 import json
 import math
 import re
+from inspect import signature
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,10 @@ import pytest
 
 from rookworld_nb.buffer import BufferConfig, CollectorConfig
 from rookworld_nb.config import PRESETS, RunError, TrainConfig
-from rookworld_nb.rewards import RewardTerms
+from rookworld_nb.grpo import EMATracker, gae, grpo_loss
+from rookworld_nb.kl import per_token_kl
+from rookworld_nb.monitor import RunWriter
+from rookworld_nb.rewards import RewardTerms, RunningNorm
 from rookworld_nb.trainer import TrainerConfig
 
 
@@ -92,3 +96,25 @@ def test_the_table_from_the_paper_to_a_run_of_nano_shows_the_defaults():
     assert nano.scale_rewards in shown['scale_rewards'][3] and CollectorConfig().scale_rewards in shown['scale_rewards'][2]
     assert nano.loss_type in shown['loss_type'][3] and parts.loss_type in shown['loss_type'][2]
     assert nano.credit == 'part' and nano.kl_unbiased and parts.kl_unbiased and len(rows) == 9
+
+
+#: What a run of the 124M model does unless told otherwise.
+LARGE = {'lr': 1e-5, 'lr_schedule': 'cosine', 'batch_positions': 8, 'group_size': 8, 'clip_range': .2, 'clip_range_high': None, 'kl_coef': .02, 'kl_target': .05,
+         'kl_estimator': 'kl3', 'kl_divergence_threshold': .5, 'temperature': .7, 'max_new_tokens': 144, 'mix_env_ratio': .2, 'history_plies': 10, 'replays': 2,
+         'weight_decay': .01, 'grad_clip': 1., 'max_recoveries': 3, 'keep_checkpoints': 2, 'loss_type': 'dapo', 'gamma': .99, 'gae_lambda': .95, 'value_loss_coef': .1}
+SMALL = LARGE | {'lr': 1.5e-4, 'batch_positions': 32, 'kl_coef': .2, 'temperature': .9, 'mix_env_ratio': .35, 'history_plies': 1, 'replays': 1, 'loss_type': 'grpo'}
+
+
+@pytest.mark.parametrize(('parameters', 'expected'), [(124_000_000, LARGE), (2_000_000, SMALL)])
+def test_the_defaults_are_the_documented_ones(parameters, expected):
+    config = TrainConfig().for_size(parameters)
+    assert {name: getattr(config, name) for name in expected} == expected
+    assert (config.trainer.betas, config.trainer.lr_final, config.trainer.weight_decay, config.trainer.max_recoveries) == ((.9, .95), .1, .01, 3)
+
+
+@pytest.mark.parametrize(('function', 'name', 'value'), [
+    (per_token_kl, 'estimator', 'kl3'), (grpo_loss, 'loss_type', 'dapo'), (gae, 'gamma', .99), (gae, 'gae_lambda', .95), (EMATracker, 'momentum', .9),
+    (RunningNorm, 'momentum', .99), (BufferConfig, 'replays', 2), (BufferConfig, 'fresh_share', .25), (RunWriter, 'report_every', 10),
+    (TrainerConfig, 'max_recoveries', 3), (TrainerConfig, 'value_loss_coef', .1), (TrainerConfig, 'grad_clip', 1.)])
+def test_the_parts_have_the_documented_defaults_when_they_are_used_alone(function, name, value):
+    assert signature(function).parameters[name].default == value

@@ -102,6 +102,8 @@ def test_policy_metrics_by_hand():
     assert policy_metrics('B: d2d4', RUY)['best_within_10cp'] == 0 and policy_metrics('B: d2d4', RUY)['best_within_50cp'] == 1
     tenths = Sample(*split_line(format_policy(FEN, ('f1b5', 'd2d4', 'f1c4', 'b1c3', 'f1d3'), (1.1, 1., .9, .9, .6))))
     assert policy_metrics('B: d2d4', tenths)['best_within_10cp'] == policy_metrics('B: f1d3', tenths)['best_within_50cp'] == 1    # 1.1 - 1. is above .1, and 1.1 - .6 above .5
+    near = Sample(*split_line(format_policy(FEN, ('f1b5', 'd2d4', 'f1c4'), (1.1, .98, .58))))
+    assert policy_metrics('B: d2d4', near)['best_within_10cp'] == policy_metrics('B: f1c4', near)['best_within_50cp'] == 0    # .12 and .52 behind
     unlisted = policy_metrics('B: a2a3', RUY)
     assert unlisted['best_legal'] == 1 and unlisted['best_in_top5'] == 0 and math.isnan(unlisted['win_probability_lost'])
 

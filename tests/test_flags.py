@@ -3,6 +3,7 @@ import json
 import os
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -61,6 +62,7 @@ CASES = {
     'seed': ({'--seed': 4}, lambda plain, run: not same_texts(plain, run)),
     'mix_env_ratio': ({'--mix-env-ratio': 0}, lambda plain, run: set(column(run, 'task_P/fraction')) == {1} != set(column(plain, 'task_P/fraction'))),
     'rare_env_ratio': ({'--rare-env-ratio': 1}, lambda plain, run: rare_prompts(run) == {True} and rare_prompts(plain) == {False}),
+    'history_plies': ({'--history-plies': 2, '--mix-env-ratio': 1, '--eval-env': 0}, lambda plain, run: {len(p.split('+')[2].split()) for t in run.tables for p in t['prompt']} == {2}),
     'max_positions': ({'--max-positions': 1}, lambda plain, run: len({p for t in run.tables for p in t['prompt']}) == 2),
     'eval_policy': ({'--eval-policy': 3, '--eval-samples': 1}, lambda plain, run: 'best_move_accuracy' in run.said and summary(run, 'P', 'n') == {3}),
     'eval_env': ({'--eval-env': 2, '--eval-samples': 1}, lambda plain, run: 'state_exact' in run.said and summary(run, 'A', 'n') == {2}),
@@ -165,6 +167,9 @@ def test_the_flag_changes_what_it_names(name, plain, tmp_path, capsys):
     if name == 'data':
         write_lines(shipped('train')[50:60] + shipped('train')[-9:], tmp_path/'other.txt')
         flags = {'--data': tmp_path/'other.txt'}
+    if name == 'history_plies':
+        write_lines([replace(sample, prompt=sample.prompt.replace('+', '+a2a3 a7a6 ', 2).replace('+a2a3 a7a6 ', '+', 1)) for sample in shipped('train')[-40:]], tmp_path/'long.txt')
+        flags = flags | {'--data': tmp_path/'long.txt'}
     if name == 'model':
         flags = {'--model': plain.folder/'final_checkpoint'}
     run = train(tmp_path/'run', flags, capsys)

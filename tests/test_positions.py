@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rookworld_nb.positions import (OPENINGS, SHIPPED, DataError, PromptMix, Sample, generate_positions, is_rare, opening_positions, outcome, random_endgame, read_lines,
+from rookworld_nb.positions import (OPENINGS, SHIPPED, DataError, development_weight, PromptMix, Sample, with_history, generate_positions, is_rare, opening_positions, outcome, random_endgame, read_lines,
                                     seen_positions, shipped, split_by_position, spread, write_lines)
 from rookworld_nb.rules import env_step, fen_key, legal_moves
 from rookworld_nb.tasks import parse_env, parse_policy
@@ -221,3 +221,25 @@ def test_a_file_that_ends_in_the_middle_is_told_apart(tmp_path):
 def test_spread_takes_the_ends():
     assert spread(range(101)) == [0, 50, 100] and spread([7]) == [7] and spread([7, 8], 3) == [7, 8]
     assert spread('abcde', 1) == ['a'] and spread('', 3) == [] and spread(range(10), 4) == [0, 3, 6, 9]
+
+
+def test_a_history_is_cut_at_its_old_end():
+    long = 'A: r1bqkbnr/pppp1ppp/2n5/4p3/4P3/5N2/PPPP1PPP/RNBQKB1R w KQkq - 2 3+f1b5+e2e4 e7e5 g1f3 b8c6 f1b5+'
+    one, two, all_of_it = (with_history([Sample(long, 'x'), Sample('P: y', 'z')], plies) for plies in (1, 2, 5))
+    assert one[0].prompt.endswith('+f1b5+f1b5+') and two[0].prompt.endswith('+f1b5+b8c6 f1b5+') and all_of_it[0].prompt == long
+    assert one[1] == Sample('P: y', 'z') and one[0].completion == 'x'
+
+
+@pytest.mark.parametrize(('fen', 'weights'), [
+    (chess.STARTING_FEN, {'e2e4': 3, 'd2d4': 3, 'g1f3': 3, 'b1c3': 3, 'a2a3': 1, 'e2e3': 1}),
+    ('rnbqkbnr/pppppppp/8/8/8/8/PPPPPPPP/RNBQKBNR b KQkq - 0 1', {'e7e5': 3, 'd7d5': 3, 'g8f6': 3, 'a7a6': 1}),
+    ('r1bqkbnr/pppppppp/8/8/3n4/5N2/PPPPPPPP/RNBQKB1R w KQkq - 0 1', {'f3d4': 3, 'f3e5': 3, 'f3g5': 1, 'h1g1': 1}),
+    ('k7/8/8/8/8/8/6N1/K5B1 w - - 0 1', {'g1d4': 9, 'g1e3': 3, 'g2e3': 1})])
+def test_the_weights_of_random_play(fen, weights):
+    board = chess.Board(fen)
+    assert {uci: development_weight(board, chess.Move.from_uci(uci)) for uci in weights} == weights
+
+
+def test_middle_games_have_8_to_20_plies():
+    plies = {int(position.name.split()[0]) for position in generate_positions(2000, seed=1) if position.phase == 'middlegame'}
+    assert plies == set(range(8, 21))

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from rookworld_nb.positions import shipped
-from rookworld_nb.rewards import (BadTarget, EngineSilent, MissingTarget, PolicyTruth, RewardConfig, RewardConfigError, RewardScorer,
+from rookworld_nb.rewards import (BadTarget, EngineSilent, Judged, MissingTarget, PolicyTruth, RewardConfig, RewardConfigError, RewardScorer,
                                   RunningNorm, Scaling, Shaping, blend_shares, engine_questions, env_scores, evals_score, candidates_score,
-                                  judge_policy, scale_score, stored_truth)
+                                  judge_policy, scale_score, shape_reward, stored_truth)
 from rookworld_nb.rules import Candidate, EngineError, EngineNotFound, Stockfish, env_step, find_stockfish, legal_moves
 from rookworld_nb.tasks import PolicyAnswer, env_prompt, format_env, format_policy, parse_env, parse_policy, policy_prompt, split_line
 
@@ -587,3 +587,16 @@ def test_an_env_answer_that_restates_a_move_is_unreadable():
     prompt, answer = split_line(format_env(chess.STARTING_FEN, 'e2e4', None, *env_step(chess.STARTING_FEN, 'e2e4')))
     scorer = RewardScorer()
     assert float(scorer([prompt], [f'x+y+z+{answer}']).rewards[0]) == float(scorer([prompt], ['']).rewards[0]) < float(scorer([prompt], [answer]).rewards[0])
+
+
+@pytest.mark.parametrize(('shaping', 'raw', 'reward'), [
+    ('graduated', .399, .2), ('graduated', .4, .4), ('graduated', .599, .4), ('graduated', .6, .6), ('graduated', .799, .6), ('graduated', .8, .8),
+    ('graduated', .949, .8), ('graduated', .95, 1.), ('binary', .5, 0.), ('binary', .501, 1.)])
+def test_the_borders_of_the_steps(shaping, raw, reward):
+    judged = Judged('P', (raw,)*4, True, (True,)*3)
+    assert shape_reward(judged, raw, RewardConfig(reward_shaping=shaping)) == reward
+
+
+def test_the_curves_go_through_their_points():
+    assert scale_score(.25, 'sigmoid') == pytest.approx(.5 - .5*math.tanh(1.25)/math.tanh(2.5)) and scale_score(.5, 'quadratic') == .25
+    assert scale_score(.5, 'exponential') == pytest.approx((math.exp(1.5) - 1)/(math.exp(3) - 1)) and scale_score(.3, 'linear') == .3

@@ -1,5 +1,6 @@
 """The trainer: planted faults are named, bad numbers never reach the weights, splitting changes nothing, and the reward provably rises."""
 import copy
+import gc
 import itertools
 import json
 import math
@@ -10,7 +11,7 @@ import torch
 from torch.testing import assert_close
 
 from rookworld_nb import trainer as trainer_module
-from rookworld_nb.buffer import BufferConfig, Collector, CollectorConfig, CountingTask, RolloutBuffer, counting_policy
+from rookworld_nb.buffer import BufferConfig, Collector, CollectorConfig, CountingTask, Experience, RolloutBuffer, counting_policy
 from rookworld_nb.grpo import MissingInputError, grpo_loss
 from rookworld_nb.hardware import ALONE
 from rookworld_nb.kl import KLConfig, SettingError
@@ -1159,3 +1160,12 @@ def test_a_restored_trainer_keeps_the_settings_of_its_configuration(model):
     new = Trainer(copy.deepcopy(model), config(weight_decay=.5, betas=(.5, .6)))
     restore_trainer(new, trainer_state(old))
     assert [group['weight_decay'] for group in new.optimizer.param_groups] == [.5, 0.] and new.optimizer.param_groups[0]['betas'] == (.5, .6)
+
+
+@pytest.mark.parametrize('replays', [1, 2])
+def test_what_was_learned_from_is_let_go(model, replays):
+    trainer, alive = Trainer(model, config(steps=12*replays), copy.deepcopy(model)), []
+    for _ in trainer.run(replay(collector(model), replays)):
+        gc.collect()
+        alive.append(sum(type(each) is Experience for each in gc.get_objects()))
+    assert len(alive) == 12*replays and max(alive[4:]) <= max(alive[:4])    # memory stays flat
