@@ -223,12 +223,11 @@ class Experience:
 
 # %% ../nbs/16_buffer.ipynb #e07ec11c
 def spread_of(
-    rewards: Tensor,  # (N,) at least one
+    rewards: Tensor,    # (N,) at least one
 ) -> dict[str, float]:  # reward_min, reward_25pct, reward_75pct, reward_max
     "From the lowest reward to the highest."
-    levels = {'min': 0., '25pct': .25, '75pct': .75, 'max': 1.}
-    found = rewards.quantile(torch.tensor([*levels.values()], dtype=rewards.dtype)).tolist()
-    return {f'reward_{name}': value for name, value in zip(levels, found)}
+    names = ('reward_min', 'reward_25pct', 'reward_75pct', 'reward_max')
+    return dict(zip(names, rewards.quantile(torch.tensor([0., .25, .75, 1.], dtype=rewards.dtype)).tolist()))
 
 
 def reward_metrics(

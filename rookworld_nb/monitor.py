@@ -78,7 +78,7 @@ REWARD_METRICS = (
            if_high='in most groups all answers earn the same: harder prompts, a higher temperature or larger groups'),
     Metric('task_P/reward', 'mean of r over P: completions', 'reward', 'buffer', optional=True),
     Metric('task_A/reward', 'mean of r over A: completions', 'reward', 'buffer', optional=True),
-    *(Metric(f'task_<task>/reward_{name}', f'{what} r over the completions of a task', 'reward', 'buffer', optional=True)
+    *(Metric(f'task_<task>/reward_{name}', f'{what} r of the completions of a task', 'reward', 'buffer', optional=True)
       for name, what in {'min': 'lowest', '25pct': 'first quartile of', '75pct': 'third quartile of',
                          'max': 'highest'}.items()),
     Metric('task_P/fraction', 'P: prompts / prompts', 'share', 'buffer'),

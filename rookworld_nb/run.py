@@ -249,9 +249,7 @@ class Setup:
 
     def close(self) -> None:
         "Let the engine go, if there is one; what needs it afterwards starts it again."
-        if self.engine is not None:
-            self.scorer.patient.close()
-            self.engine.close()
+        for each in (self.scorer.patient, self.engine) if self.engine else (): each.close()
 
 # %% ../nbs/25_run.ipynb #25882596
 def updates_per_batch(
