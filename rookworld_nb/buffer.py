@@ -241,7 +241,7 @@ def reward_metrics(
     groups = rewards.view(-1, size)[known] if known.any() else rewards.view(-1, size)
     rewards, earned = rewards[judged] if judged.any() else rewards, earned[known] if known.any() else earned
     of_tasks = {f'task_{task}/{name}': value for task, some in table[judged.numpy()].groupby('task')['reward']
-                for name, value in ({'reward': some.mean()} | spread_of(torch.tensor(some.to_numpy()))).items()}
+                for name, value in ({'reward': float(some.mean())} | spread_of(torch.tensor(some.to_numpy()))).items()}
     return {'reward': float(rewards.mean()), 'reward_std': float(groups.std(1).mean()), **spread_of(rewards),
             'frac_reward_zero_std': float((earned == earned[:, :1]).all(1).double().mean()),
             'completions/unjudged': float((~judged).double().mean()),
