@@ -20,6 +20,7 @@ from unittest.mock import patch
 import pandas as pd
 import torch
 from rookworld_nb import pretrain
+from rookworld_nb.corpus import end_with_starter
 from rookworld_nb.evaluate import evaluate, summarise
 from rookworld_nb.positions import read_lines, shipped
 from rookworld_nb.pretrain import PretrainConfig, board_tokenizer, prepare
@@ -118,7 +119,7 @@ def main():
     for best_first in {ARMS[arm][0].get('best_first', True) for arm in arms}:    # before anybody works side by side
         prepare(with_rows(dataclasses.replace(config, best_first=best_first), options.folder), board_tokenizer())
     jobs = [(arm, seed) for seed in range(1, options.seeds + 1) for arm in arms]
-    with ProcessPoolExecutor(options.processes, multiprocessing.get_context('spawn')) as pool:
+    with ProcessPoolExecutor(options.processes, multiprocessing.get_context('spawn'), end_with_starter) as pool:
         futures = [pool.submit(one_run, config, arm, seed, options.folder, options.moves) for arm, seed in jobs]
         for future in futures:
             table = future.result()

@@ -4,9 +4,10 @@
 
 # %% auto #0
 __all__ = ['MAX_COUNTER', 'logger', 'ILLEGAL_SHARES', 'HEAVY', 'PIECES', 'ENV_SHARES', 'MOST_LOOKS', 'VERDICTS', 'HELD_SHARDS',
-           'labelled_game', 'policy_sample', 'CorpusError', 'whole_shard', 'make_policy_data', 'env_sample', 'verdict',
-           'move_kind', 'illegal_move', 'cornered_king', 'bare_capture', 'find_kind', 'make_env_data', 'verdicts',
-           'exposes_king', 'make_stress', 'natural_env_sample', 'with_rare_outcomes', 'labelled_again', 'make_prompts']
+           'labelled_game', 'policy_sample', 'CorpusError', 'whole_shard', 'end_with_starter', 'make_policy_data',
+           'env_sample', 'verdict', 'move_kind', 'illegal_move', 'cornered_king', 'bare_capture', 'find_kind',
+           'make_env_data', 'verdicts', 'exposes_king', 'make_stress', 'natural_env_sample', 'with_rare_outcomes',
+           'labelled_again', 'make_prompts']
 
 # %% ../nbs/14_corpus.ipynb #195a5588
 import functools
@@ -130,7 +131,7 @@ def whole_shard(
     return samples
 
 # %% ../nbs/14_corpus.ipynb #ab80d5aa
-def _serve() -> None:
+def end_with_starter() -> None:
     "How a process of the pool starts: Ctrl-C is answered once, by its starter, and it does not outlive that one."
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     starter = multiprocessing.parent_process()
@@ -141,7 +142,7 @@ def _make_shards(paths: list[Path], make, processes: int) -> list[Path]:
     "Call make(number) for every shard that is not there yet, in several processes."
     missing = [number for number, path in enumerate(paths) if not path.exists()]
     if not missing: return paths
-    with ProcessPoolExecutor(processes, multiprocessing.get_context('spawn'), _serve) as pool:
+    with ProcessPoolExecutor(processes, multiprocessing.get_context('spawn'), end_with_starter) as pool:
         jobs, before = [pool.submit(make, number) for number in missing], len(paths) - len(missing)
         progress = Progress(len(paths), before)
         try:
