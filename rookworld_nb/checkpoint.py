@@ -25,6 +25,7 @@ from tokenizers import Tokenizer
 
 from .model import GPT
 from .monitor import metric_rows, write_atomic
+from .positions import reason_of
 from .weights import save_pretrained
 
 # %% ../nbs/24_checkpoint.ipynb #d8bd2627
@@ -81,8 +82,7 @@ def write_checkpoint(
         for path in (*files, aside/SUMS, aside): force_to_disk(path)
     except Exception as error:    # what is half-written would take up the room of the next one
         shutil.rmtree(aside, ignore_errors=True)
-        own = isinstance(error, OSError) or error.__context__ in (None, going_on)    # else torch's, about the disk's
-        raise CheckpointError(f'{folder}: cannot be written: {error if own else error.__context__}') from error
+        raise CheckpointError(f'{folder}: cannot be written: {reason_of(error, going_on)}') from error
     if folder.exists(): os.replace(folder, old)
     os.replace(aside, folder)
     force_to_disk(folder.parent)

@@ -8,7 +8,7 @@ __all__ = ['logger', 'SHIPPED', 'PUZZLES', 'OPENINGS', 'CENTRE', 'HOME_RANK', 'P
            'seen_positions', 'split_by_position', 'apart_from', 'shipped_positions', 'Position', 'opening_positions',
            'development_weight', 'random_play', 'random_endgame', 'generate_positions', 'by_task', 'with_history',
            'spread', 'prompt_pools', 'Rounds', 'Blend', 'outcome', 'is_rare', 'env_stream', 'PromptMix', 'locked',
-           'replacing']
+           'replacing', 'reason_of']
 
 # %% ../nbs/04_positions.ipynb #8bbc9c47
 import gzip
@@ -544,3 +544,12 @@ def replacing(
     except BaseException:
         aside.unlink(missing_ok=True)
         raise
+
+
+def reason_of(
+    failure: Exception,  # of a write
+    going_on: BaseException | None = None,  # what was under way already, and is not the reason
+) -> BaseException:      # itself, or what it came after
+    "What the system says: PyTorch, whose file cannot be written, tells of its own state."
+    own = isinstance(failure, OSError) or failure.__context__ in (None, going_on)
+    return failure if own else failure.__context__

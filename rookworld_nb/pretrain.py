@@ -32,7 +32,7 @@ from .corpus import (
 from .labels import Progress
 from .model import GPT, GPTConfig
 from .positions import (
-    Sample, apart_from, by_task, locked, replacing, seen_positions, shipped_positions, write_lines)
+    Sample, apart_from, by_task, locked, reason_of, replacing, seen_positions, shipped_positions, write_lines)
 from .probes import BOARD_SQUARES, BoardProbes, BoardText, outputs_of
 from .rules import fen_key
 from .tasks import format_policy, is_fen, parse_policy, split_line
@@ -461,8 +461,7 @@ def _save_checkpoint(learner: _Learner, path: Path) -> None:
         save_pretrained(learner.model, learner.tokenizer, path.parent/'model')    # first: the last checkpoint ships it
         with replacing(path) as aside, open(aside, 'wb') as file: torch.save(learner.state(), file)
     except Exception as error:
-        why = error if isinstance(error, OSError) else error.__context__ or error    # the disk's own words
-        raise PretrainError(f'step {learner.step}: {path} cannot be written: {why}; '
+        raise PretrainError(f'step {learner.step}: {path} cannot be written: {reason_of(error)}; '
                             'the same command goes on from the one before') from error
 
 
