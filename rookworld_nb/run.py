@@ -231,7 +231,9 @@ class Setup:
             self.reference = copy.deepcopy(self.model).requires_grad_(False).to(elsewhere)
             self.hardware = use_hardware(config, device)    # one line that says how the machine is used
             for model in (self.model, self.reference): prepare_model(model, config)
-            self.assemble(config.for_size(sum(parameter.numel() for parameter in self.model.parameters())))
+            full = config.for_size(sum(parameter.numel() for parameter in self.model.parameters()))
+            self.samples, self.heldout = (with_history(x, full.history_plies) for x in (self.samples, self.heldout))
+            self.assemble(full)
             undo.pop_all()
 
     def assemble(
@@ -240,7 +242,6 @@ class Setup:
     ) -> None:
         "Put the parts around models and samples."
         self.config, self.scorer = config, RewardScorer(config.rewards, self.engine, self.ranks.spread, self.reward_fn)
-        self.samples, self.heldout = (with_history(part, config.history_plies) for part in (self.samples, self.heldout))
         self.prompts = PromptMix(self.samples, config.batch_positions, config.mix_env_ratio, config.seed,
                                  config.rare_env_ratio)
         self.trainer = Trainer(self.model, config.trainer, self.reference, self.ranks)

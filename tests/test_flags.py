@@ -17,6 +17,7 @@ from rookworld_nb.config import BY_SIZE, TrainConfig
 from rookworld_nb.monitor import metric_rows, read_completions
 from rookworld_nb.positions import by_task, is_rare, shipped, write_lines
 from rookworld_nb.rewards import RewardTerms
+from rookworld_nb.tasks import env_prompt, parse_env
 
 SHORT = {'--steps': 3, '--batch-positions': 2, '--group-size': 4, '--max-new-tokens': 32, '--eval-policy': 0, '--eval-env': 0, '--seed': 13,
          '--mix-env-ratio': .5, '--max-positions': 60, '--warmup-steps': 0, '--device': 'cpu', '--lr': 1e-3, '--replays': 2,
@@ -168,7 +169,8 @@ def test_the_flag_changes_what_it_names(name, plain, tmp_path, capsys):
         write_lines(shipped('train')[50:60] + shipped('train')[-9:], tmp_path/'other.txt')
         flags = {'--data': tmp_path/'other.txt'}
     if name == 'history_plies':
-        write_lines([replace(sample, prompt=sample.prompt.replace('+', '+a2a3 a7a6 ', 2).replace('+a2a3 a7a6 ', '+', 1)) for sample in shipped('train')[-40:]], tmp_path/'long.txt')
+        asked = [(sample, parse_env(sample.line)) for sample in shipped('train')[-40:]]
+        write_lines([replace(sample, prompt=env_prompt(env.fen, env.uci, ['a2a3', 'a7a6', env.uci])) for sample, env in asked], tmp_path/'long.txt')
         flags = flags | {'--data': tmp_path/'long.txt'}
     if name == 'model':
         flags = {'--model': plain.folder/'final_checkpoint'}
