@@ -1,4 +1,4 @@
-"Beside 23_config: what is refused when a configuration is made, and presets."
+"Beside 25_config: what is refused when a configuration is made, and presets."
 import json
 import math
 import re
