@@ -8,8 +8,8 @@ __all__ = ['NUMERIC', 'LOWER_IS_BETTER', 'SIGNIFICANT', 'KEYS', 'NUMBERS', 'TASK
            'read_run', 'ending', 'Html', 'element', 'table_of', 'number', 'rank', 'temperature_name', 'comparison',
            'is_shown', 'plot_differences', 'plot_bands', 'plot_task', 'plot_looks', 'bin_edges', 'draw_histograms',
            'plot_distributions', 'Finding', 'findings', 'ranges', 'plot_lights', 'pick_samples', 'sample_card',
-           'samples_of', 'identity_tolerance', 'first_update', 'changed_settings', 'as_word', 'command_line', 'png_of',
-           'draw', 'figure_of', 'section', 'clock_text', 'dot', 'events_section', 'facts', 'heading', 'change_row',
+           'samples_of', 'identity_tolerance', 'first_update', 'changed_settings', 'command_line', 'png_of', 'draw',
+           'figure_of', 'section', 'clock_text', 'dot', 'events_section', 'facts', 'heading', 'change_row',
            'changes_section', 'course_section', 'lights_section', 'start_section', 'samples_section', 'default_words',
            'settings_section', 'page', 'report', 'MissingExtraError', 'optional_module', 'measured', 'MetricWriter',
            'TensorBoardWriter', 'WandbWriter']
@@ -41,6 +41,7 @@ from matplotlib.ticker import MaxNLocator, MultipleLocator
 from . import __version__
 from .config import BY_SIZE, SMALL, TrainConfig
 from .evaluate import ROUNDING, TASK_METRICS, student_t
+from .flags import as_text, words_of
 from .monitor import (
     BAND, BLUE, COLOURS, FAINT, INK, LIGHT_COLOURS, MUTED, ORANGE, STYLE, TABLE_COLUMNS, Curves, Light, Panel, Picture,
     column, dress, lights, metric_for, metric_rows, numbers_of, overall, plain, plot_curves, read_completions,
@@ -537,29 +538,13 @@ def changed_settings(
     return {name: value for name, value in config.items() if name not in DEFAULTS or value != DEFAULTS[name]}
 
 
-def as_word(
-    value: Any,  # of a setting, as JSON has it
-) -> str:  # as the command line has it
-    "A value as one word, not yet quoted."
-    if isinstance(value, list):
-        return ','.join(map(as_word, value))
-    return str(value).lower() if value is None or isinstance(value, bool) else str(value)
-
-
 def command_line(
     config: Mapping[str, Any],  # config.json
 ) -> str:  # one line
     "The command that starts the same run, with a folder of its own."
-    words = ['rookworld train']
-    for name, value in changed_settings(config).items():
-        flag, word = name.replace('_', '-'), shlex.quote(as_word(value))
-        if name not in DEFAULTS or name in NOT_REPEATED:
-            continue
-        if isinstance(DEFAULTS[name], bool):
-            words.append(f'--{flag}' if value else f'--no-{flag}')
-        else:
-            words.append(f'--{flag}={word}' if word.startswith('-') else f'--{flag} {word}')
-    return ' '.join(words)
+    repeated = {name: value for name, value in changed_settings(config).items()
+                if name in DEFAULTS and name not in NOT_REPEATED}
+    return shlex.join(['rookworld', 'train', *words_of(repeated)])
 
 # %% ../nbs/29_report.ipynb #1e2c01a5
 DOTS = 150  # of a picture on the page, per inch
@@ -789,8 +774,8 @@ def default_words(
 ) -> str:  # '-' for one that this version does not know
     "What a setting has where nothing is said; some are left to the size of the model."
     small, large = BY_SIZE.values()
-    if name in small: return f'{as_word(small[name])} for a small model, {as_word(large[name])} for a large one'
-    return as_word(DEFAULTS[name]) if name in DEFAULTS else '-'
+    if name in small: return f'{as_text(small[name])} for a small model, {as_text(large[name])} for a large one'
+    return as_text(DEFAULTS[name]) if name in DEFAULTS else '-'
 
 
 def settings_section(
@@ -799,9 +784,9 @@ def settings_section(
     "Settings and the command line."
     if not run.config:
         return None
-    changed = [[element('b', name), as_word(value), default_words(name)]
+    changed = [[element('b', name), as_text(value), default_words(name)]
                for name, value in changed_settings(run.config).items()]
-    whole = [[name, as_word(value)] for name, value in run.config.items()]
+    whole = [[name, as_text(value)] for name, value in run.config.items()]
     differing = table_of(['setting', 'value', 'default'], changed) if changed else element('p', 'All are the defaults.')
     reward_fn = read_object(run.folder/'origin.json', ReportError).get('reward_fn', default_reward.__name__)
     note = 'the same seed on the same kind of machine gives the same numbers, unless the run was made longer.'

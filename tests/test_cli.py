@@ -1,5 +1,4 @@
 """The command line: every flag arrives, every mistake costs one line, every command does what it says."""
-import dataclasses
 import functools
 import importlib
 import io
@@ -20,9 +19,10 @@ import pytest
 import torch
 
 from rookworld_nb import cli
-from rookworld_nb.cli import COMMANDS, REQUIRED, UsageError, as_text, evaluation_samples, flags_of, main, parse_value
+from rookworld_nb.cli import COMMANDS, evaluation_samples, main
 from rookworld_nb.config import PRESETS, TrainConfig
 from rookworld_nb.evaluate import TASK_METRICS, compare, evaluate
+from rookworld_nb.flags import REQUIRED, UsageError, as_text, flags_of
 from rookworld_nb.grpo import MissingInputError
 from rookworld_nb.kl import BatchShapeError
 from rookworld_nb.model import GPT, GPTConfig, SequenceError
@@ -164,39 +164,12 @@ def test_every_flag_arrives(name, monkeypatch, cwd):
         assert arrived, f'{flag.word}: no value was accepted'
 
 
-def test_values_survive_the_way_through_text():
-    for kind, value in ((int, -3), (float, 1e-5), (float, float('inf')), (bool, False), (Path | None, None), (Path, Path('a b')),
-                        (tuple[float, ...], (0., .7)), (Literal['a', 'b'], 'b'), (int | None, 4), (tuple[str, ...], ('a', 'b'))):
-        assert parse_value(kind, as_text(value)) == value
-
-
-@pytest.mark.parametrize('kind, text', [(int, '1.0'), (int, ''), (float, 'nan'), (float, '1,5'), (bool, 'True'), (bool, '1'),
-                                        (Literal[1, 2], '3'), (tuple[int, ...], '1,x'), (tuple[str, ...], ' ,'), (float | None, 'null'), (Path, '')])
-def test_wrong_values_are_refused(kind, text):
-    with pytest.raises(UsageError):
-        parse_value(kind, text)
-
-
 def test_flags_overrule_the_file_and_the_file_the_defaults(call, cwd):
     (cwd/'a.toml').write_text('n = 5\nseed = 3\n')
     expected = call('positions', '--n', '6', '--seed', '3')
     assert call('positions', '--config', 'a.toml', '--n', '6') == expected
     assert call('positions', '--n', '6', '--config=a.toml') == expected
     assert len(call('positions', '--config', 'a.toml')[1]) == 5
-
-
-def test_inherited_fields_keep_their_comments():
-    assert [flag.help for flag in flags_of(Child).values()] == ['of the parent', 'of the child']
-
-
-@dataclasses.dataclass(frozen=True)
-class Parent:
-    first: int = 1  # of the parent
-
-
-@dataclasses.dataclass(frozen=True)
-class Child(Parent):
-    second: tuple[int, ...] = dataclasses.field(default_factory=lambda: (1, 2))  # of the child
 
 
 # ---- mistakes

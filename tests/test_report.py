@@ -18,12 +18,12 @@ import pytest
 from PIL import Image
 
 from rookworld_nb import report as module
-from rookworld_nb.cli import flags_of, parser_of, read_settings
 from rookworld_nb.monitor import MetricError, RunWriter, metric_rows, overall, plain, simulated_run
 from rookworld_nb.report import (MetricWriter, MissingExtraError, ReportError, TensorBoardWriter, WandbWriter, bin_edges,
                                  changed_settings, command_line, comparison, default_words, ending, findings, first_update, number,
                                  pick_samples, plot_distributions, plot_lights, plot_looks, ranges, read_run, report)
 from rookworld_nb.config import SMALL, TrainConfig
+from rookworld_nb.flags import flags_of, parser_of, read_settings
 from rookworld_nb.run import write_events
 
 STEPS, START = 12, 1.75e9

@@ -50,8 +50,8 @@ def test_words_become_dimensions():
 
 @pytest.mark.parametrize('word, said', [
     ('gird', 'grid'), ('lr', 'SETTING=VALUES'), ('lr=', 'SETTING=VALUES'), ('learning=1', 'learning'), ('output_dir=a|b', 'output_dir'), ('eval_policy=1', 'eval_policy'),
-    ('lr=fast', "'fast' is not a number"), ('steps=1.5', "'1.5' is not a whole number"), ('use_gae=yes', 'true or false'), ('batch=2', '2x4'), ('batch=0x2', '2x4'),
-    ('lr=1e-3..1e-5', 'LOW'), ('lr=0..1:log', 'LOW above 0'), ('lr=0..1:lin', 'LOW..HIGH:log'), ('lr=0..nan', 'LOW'), ('use_gae=false..true', 'true or false'),
+    ('lr=fast', "'fast' is not a number"), ('steps=1.5', "'1.5' is not a whole number"), ('use_gae=yes', 'true, false'), ('batch=2', '2x4'), ('batch=0x2', '2x4'),
+    ('lr=1e-3..1e-5', 'LOW'), ('lr=0..1:log', 'LOW above 0'), ('lr=0..1:lin', 'LOW..HIGH:log'), ('lr=0..nan', "'nan' is not a number"), ('use_gae=false..true', 'true, false'),
     ('lr=none..1', 'LOW'), ('batch=1x2..2x4', '2x4'), ('lr=..1', 'LOW..HIGH of numbers')])
 def test_what_is_wrong_with_a_space_is_said(word, said):
     with pytest.raises(SearchError, match='--space') as error: read_space([word])
