@@ -14,7 +14,8 @@ import chess
 import ipywidgets as w
 from tokenizers import Tokenizer
 
-from .dashboard import Diagram, diagram_html, env_diagrams, policy_diagram, show_box
+from .boards import Diagram, diagram_html, env_diagrams, policy_diagram
+from .dashboard import show_box
 from .model import GPT
 from .rules import legal_moves
 from .suites import Player, game_end, legal_choice, model_player, model_simulator

@@ -13,10 +13,8 @@ from hypothesis import strategies as st
 pytest.importorskip('ipywidgets', reason='ipywidgets is not installed')
 from rookworld_nb import dashboard  # noqa: E402
 from rookworld_nb.dashboard import (  # noqa: E402
-    GREEN, RED, Dashboard, History, Progress, Throttle, boards_html, diagram_html, duration, env_diagrams, histogram_svg, pick_rows,
-    policy_diagram, ranked, reward_bins, row_diagrams, samples_html, wrong_squares, hear_clicks)
+    Dashboard, History, Progress, Throttle, duration, hear_clicks, histogram_svg, reward_bins, samples_html)
 from rookworld_nb.monitor import LIGHT_COLOURS, MUTED, simulated_run  # noqa: E402
-from rookworld_nb.tasks import parse_env, parse_policy  # noqa: E402
 
 ROWS = [dict(prompt='P: fen', completion='M: e2e4', task='P', format=1., best=.5, raw=.7, reward=.8, advantage=.4, tokens=9),
         dict(prompt='A: fen+e2e4+e2e4+', completion='', task='A', format=0., fen=.2, raw=.1, reward=-.3, advantage=-.4, tokens=2)]
@@ -270,12 +268,7 @@ def test_table_columns_are_ordered_and_gaps_stay_empty():
     assert second.count('<td></td>') == 1 and '>-0.30<' in second
     assert samples_html(ROWS) == page
     assert '<td class="rw-engine">a &amp; b</td>' in samples_html([row | {'engine': 'a & b'} for row in ROWS])    # no number
-    assert samples_html([]) == boards_html([]) == histogram_svg([]) == ''
-
-
-@pytest.mark.parametrize('count, kept', [(1, [.9]), (2, [.9, .1]), (3, [.9, .5, .1]), (9, [.9, .7, .5, .3, .1])])
-def test_best_middle_and_worst_are_shown(count, kept):
-    assert pick_rows(pd.DataFrame({'reward': [.1, .9, .5, .3, .7]}), count).reward.tolist() == kept
+    assert samples_html([]) == histogram_svg([]) == ''
 
 
 def test_completions_stay_until_new_ones_come_and_are_worth_the_time(clock):
@@ -304,106 +297,9 @@ def test_histogram_counts_every_reward_once():
     assert histogram_svg([dict(task='P', reward=math.nan)]).count('<rect') == 0
 
 
-# ---- boards
-
-FEN = 'r1bqkbnr/pppp1ppp/2n5/4p3/4P3/5N2/PPPP1PPP/RNBQKB1R w KQkq - 2 3'
-AFTER = 'r1bqkbnr/pppp1ppp/2n5/1B2p3/4P3/5N2/PPPP1PPP/RNBQK2R b KQkq - 3 3'  # f1b5
-P_ROW = {'task': 'P', 'prompt': f'P: {FEN}', 'reward': .5}
-A_ROW = {'task': 'A', 'prompt': f'A: {FEN}+f1b5+f1b5+', 'reward': .5}
-
-
-def test_candidates_are_ranked_by_the_models_own_evaluations():
-    answer = parse_policy('M: a2a3 f1b5 d2d4 b1c3 E: -1.0 0.4 0.9 B: f1b5')
-    assert ranked(answer) == [('d2d4', .9), ('f1b5', .4), ('a2a3', -1.), ('b1c3', None)]
-    assert ranked(parse_policy('M: a2a3 E: 0.1 0.2 B: a2a3')) == [('a2a3', .1)]
-
-
-def test_policy_diagram_says_what_is_played_illegal_and_the_engines():
-    answer, target = parse_policy('M: a2a3 f1b5 a1a5 E: -1.0 0.4 0.9 B: f1b5'), parse_policy('M: d2d4 E: 0.5 B: d2d4')
-    diagram = policy_diagram(FEN, answer, target)
-    assert diagram.arrows == (('a1a5', RED + 'ff'), ('f1b5', GREEN + 'c0'), ('a2a3', GREEN + '90')) and diagram.white_below
-    assert [square for square, _ in diagram.squares] == ['d2', 'd4']
-    assert diagram.lines == (('1. a1a5 · +0.90 · illegal', True), ('2. f1b5 · +0.40 · its best', False), ('3. a2a3 · -1.00', False),
-                             ("d2d4 engine's best", False))
-    assert policy_diagram(AFTER, parse_policy('nothing')).lines == (('no best move', True),) and not policy_diagram(AFTER, answer).white_below
-    assert policy_diagram(FEN, parse_policy('M: a2a3 E: 0.0 B: e2e2'), target).lines[1] == ('2. e2e2 · its best · illegal', True)
-
-
-def test_the_engines_best_is_read_from_the_evaluations_and_not_from_the_label():
-    black = parse_policy(' M: a7a6 g8f6 d7d6 f8c5 h7h5 E: 0.1 0.3 0.3 0.0 -2.0 B: h7h5')    # as in the public data: the worst of the five
-    diagram = policy_diagram(AFTER, parse_policy('M: h7h5 g8f6 E: 0.1 0.0 B: h7h5'), black)
-    assert [square for square, _ in diagram.squares] == ['d6', 'd7', 'f6', 'g8']
-    assert [text for text, _ in diagram.lines] == ['1. h7h5 · +0.10 · its best', "2. g8f6 · +0.00 · engine's best", "d7d6 engine's best"]
-    assert policy_diagram(FEN, parse_policy('M: a2a3 E: 0.0 B: a2a3'), parse_policy('M: d2d4 B: d2d4')).squares == ()    # nothing to compare
-
-
-def test_what_was_played_instead_is_said():
-    listed = policy_diagram(FEN, parse_policy('M: a1a5 d2d4 E: 0.2 0.1 B: a1a5'), played='d2d4')
-    assert [text for text, _ in listed.lines] == ['1. a1a5 · +0.20 · its best · illegal', '2. d2d4 · +0.10 · played']
-    drawn = policy_diagram(FEN, parse_policy('nothing'), played='a2a3')
-    assert drawn.lines == (('no best move', True), ('a2a3 · played', False)) and drawn.arrows == ()
-
-
-def test_a_completion_with_a_position_of_its_own_is_drawn_as_unreadable():
-    policy, = row_diagrams({'task': 'P', 'prompt': f'P: {FEN}', 'completion': f'P: {AFTER} M: a7a6 E: 0.0 B: a7a6', 'reward': -.3})
-    assert policy.arrows == () and policy.lines == (('no best move', True),)
-    step, = row_diagrams(A_ROW | {'completion': f'A: {FEN}+f1b5+f1b5+{AFTER}+0.001+0+0'})
-    assert 'unreadable' in step.title
-
-
-def test_a_reward_within_the_scorers_tolerance_is_right():
-    told, _ = row_diagrams(A_ROW | {'completion': f'{AFTER}+0.0011+0+0'})
-    assert told.lines == (('all right', False),)
-
-
-@pytest.mark.parametrize('completion, squares, lines', [
-    (f'{AFTER}+0.001+0+0', [], [('all right', False)]),
-    (f'{AFTER.replace("1B2p3", "4p3")}+0.001+0+1', ['b5'], [('wrong squares: b5', True), ('illegal: True, not False', True)]),
-    (f'{AFTER.replace(" b ", " w ")}+0.5+1+0', [], [('rest of the FEN: w KQkq - 3 3, not b KQkq - 3 3', True),
-                                                   ('reward: 0.5, not 0.001', True), ('over: True, not False', True)])])
-def test_environment_diagrams_mark_what_is_wrong(completion, squares, lines):
-    told, true = row_diagrams(A_ROW | {'completion': completion})
-    assert [square for square, _ in told.squares] == squares == [square for square, _ in true.squares]
-    assert list(told.lines) == lines and true.fen == AFTER and true.lines == (('f1b5 is played, reward 0.001', False),)
-
-
-def test_an_unreadable_step_shows_the_truth_alone_and_an_illegal_move_says_so():
-    only, = row_diagrams(A_ROW | {'completion': 'what?'})
-    assert only.fen == AFTER and 'unreadable' in only.title and ('reward: None, not 0.001', True) in only.lines
-    _, true = env_diagrams(FEN, 'f1f9', parse_env(f'{FEN}+-1.0+0+1'))
-    assert true.fen == FEN and true.lines == (('f1f9 is illegal: the position stays', False),) and true.arrows == ()
-
-
-def test_wrong_squares_are_those_that_differ():
-    assert wrong_squares(FEN, FEN) == [] and wrong_squares(FEN, AFTER) == ['f1', 'b5']
-
-
-@settings(max_examples=60)
-@given(st.text(max_size=40), st.lists(st.sampled_from(['M:', 'E:', 'B:', 'e2e4', 'e2e2', 'a7a8q', '0.3', '-999.97', '+', AFTER, '8/8/8/8/8/8/8/8', '0', '<b>'])),
-       st.sampled_from('PA'))
-def test_any_completion_can_be_drawn(text, words, task):
-    row = (P_ROW if task == 'P' else A_ROW) | {'completion': ' '.join(words) + text, 'target': ' '.join(reversed(words))}
-    diagrams = row_diagrams(row)
-    assert len(diagrams) == 1 or task == 'A' and len(diagrams) == 2
-    assert all('<b>' not in diagram_html(diagram).partition('</b>')[2] for diagram in diagrams)
-
-
-@pytest.mark.parametrize('prompt', ['P: fen', 'P: 8/8/8/8/8/8/8/8', 'P: 8/8/8/8/8/8/8/8 w - - 0 1', 'A: x+y+z+', 'A: 8/8/8/8/8/8/8/KK6 w - - 0 1+a1a2+a1a2+', ''])
-def test_an_impossible_position_is_not_drawn(prompt):
-    assert row_diagrams({'task': prompt[:1] or 'P', 'prompt': prompt, 'completion': 'M: e2e4', 'reward': 0.}) == []
-
-
-def test_boards_show_best_and_worst_policy_and_worst_environment():
-    policy = [P_ROW | {'completion': 'M: e2e3', 'reward': reward} for reward in (.2, .9, .5)]
-    environment = [A_ROW | {'completion': f'{AFTER}+0.001+0+0', 'reward': reward} for reward in (1., .7)]
-    titles = re.findall('<b>(.*?)</b>', boards_html(pd.DataFrame(policy + environment)))
-    assert titles == ['policy, reward 0.90', 'policy, reward 0.20', 'environment, reward 0.70', 'the rules']
-    assert boards_html(policy[:1]).count('<figure') == 1 and boards_html(ROWS) == ''
-
-
 def test_completions_are_drawn_once(clock):
     dash = Dashboard(total_steps=9, clock=clock)
-    dash.update({'step': 1, 'reward': .5}, [P_ROW | {'completion': 'M: e2e3'}])
+    dash.update({'step': 1, 'reward': .5}, [ROWS[0] | {'prompt': 'P: 4k3/8/8/8/8/8/4P3/4K3 w - - 0 1'}])
     assert '<svg' in dash.pictures.value
     dash.pictures.value = ''
     clock.now += 60
