@@ -27,8 +27,9 @@ import pandas as pd
 from IPython import get_ipython
 from IPython.display import display
 
-from .monitor import BLUE, LIGHT_COLOURS, MUTED, ORANGE, Curves, Light, Picture, Rows, numbers_of, overall
+from .monitor import BLUE, LIGHT_COLOURS, MUTED, ORANGE, Curves, Light, Picture, numbers_of, overall
 from .positions import spread
+from .records import Rows
 from .rewards import PolicyTruth, RewardTerms, read_env, read_policy
 from .rules import InvalidFen, env_step, legal_moves
 from .tasks import EnvAnswer, PolicyAnswer, is_fen, is_uci, parse_env, parse_policy
