@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pandas as pd
 
-from rookworld_nb.monitor import BLUE, Picture, read_metrics
+from rookworld_nb.monitor import BLUE, Picture
+from rookworld_nb.records import read_metrics
 
 WINDOW = 50
 TITLES = {'P': 'P: policy, sampled reward', 'A': 'A: environment, sampled reward'}

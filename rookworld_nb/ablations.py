@@ -25,7 +25,7 @@ import torch
 from .checkpoint import fingerprint, model_bytes
 from .config import FREE, TrainConfig
 from .kl import EXACT_KL
-from .monitor import read_metrics, write_atomic
+from .records import read_metrics, write_atomic
 from .rewards import RewardScorer
 from .run import Run, alone_in, examine, read_object
 from .weights import load_pretrained

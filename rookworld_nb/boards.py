@@ -16,8 +16,8 @@ import chess
 import chess.svg
 import pandas as pd
 
-from .monitor import Rows
 from .positions import spread
+from .records import Rows
 from .rewards import PolicyTruth, RewardTerms, read_env, read_policy
 from .rules import InvalidFen, env_step, legal_moves
 from .tasks import EnvAnswer, PolicyAnswer, is_fen, is_uci, parse_env, parse_policy

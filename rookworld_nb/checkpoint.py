@@ -24,8 +24,8 @@ import torch
 from tokenizers import Tokenizer
 
 from .model import GPT
-from .monitor import metric_rows, write_atomic
 from .positions import reason_of
+from .records import metric_rows, write_atomic
 from .weights import save_pretrained
 
 # %% ../nbs/27_checkpoint.ipynb #d8bd2627

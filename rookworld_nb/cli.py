@@ -572,7 +572,7 @@ def train(
     from rookworld_nb import run
     from rookworld_nb.config import PRESETS
     from rookworld_nb.hardware import HardwareConfig, torchrun
-    from rookworld_nb.report import TensorBoardWriter, WandbWriter
+    from rookworld_nb.records import TensorBoardWriter, WandbWriter
     if (resume := config.get('resume')) and preset != 'nano':
         raise UsageError(f'--preset {preset}: not with --resume, which goes on with the settings of the run')
     writers = [lambda folder, _: TensorBoardWriter(folder/'tensorboard')] if tensorboard else []

@@ -22,7 +22,8 @@ from IPython import get_ipython
 from IPython.display import display
 
 from .boards import boards_html, pick_rows
-from .monitor import BLUE, LIGHT_COLOURS, MUTED, ORANGE, Curves, Light, Picture, Rows, numbers_of, overall
+from .monitor import BLUE, LIGHT_COLOURS, MUTED, ORANGE, Curves, Light, Picture, numbers_of, overall
+from .records import Rows
 
 # %% ../nbs/23_dashboard.ipynb #d86e0f3a
 class Throttle:

@@ -4,28 +4,19 @@
 
 # %% auto #0
 __all__ = ['Range', 'TOLERANCE', 'REWARD_METRICS', 'COMPLETION_METRICS', 'UPDATE_METRICS', 'RUN_METRICS', 'METRICS', 'COLOURS',
-           'INK', 'MUTED', 'FAINT', 'BLUE', 'ORANGE', 'BAND', 'LIGHT_COLOURS', 'STYLE', 'PANELS', 'logger',
-           'TABLE_COLUMNS', 'Rows', 'MetricError', 'Metric', 'registry', 'name_pattern', 'metric_for', 'range_text',
-           'Light', 'light_of', 'numbers_of', 'lights', 'overall', 'simulated_run', 'Picture', 'Panel', 'column',
-           'smooth', 'view_limits', 'dress', 'Chart', 'Curves', 'plot_curves', 'values_of', 'console_line',
-           'health_report', 'plain', 'write_atomic', 'write_json', 'metric_rows', 'read_metrics', 'read_completions',
-           'mend_tail', 'metrics_line', 'RunFolder', 'RunWriter', 'save_reward_curve']
+           'INK', 'MUTED', 'FAINT', 'BLUE', 'ORANGE', 'BAND', 'LIGHT_COLOURS', 'STYLE', 'PANELS', 'MetricError',
+           'Metric', 'registry', 'name_pattern', 'metric_for', 'range_text', 'Light', 'light_of', 'numbers_of',
+           'lights', 'overall', 'simulated_run', 'Picture', 'Panel', 'column', 'smooth', 'view_limits', 'dress',
+           'Chart', 'Curves', 'plot_curves', 'values_of', 'console_line', 'health_report']
 
 # %% ../nbs/18_monitor.ipynb #c87cb6a9
-import csv
-import json
-import logging
 import math
-import os
 import random
 import re
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, is_dataclass
+from dataclasses import dataclass
 from functools import lru_cache
 from io import BytesIO
-from numbers import Real
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -48,7 +39,7 @@ TOLERANCE = 1e-6  # how far rounding may carry a value across the edge of a rang
 @dataclass(frozen=True)
 class Metric:
     """One number of the log: what it is, where it comes from, and the range in which a run is well."""
-    name: str                 # as in metrics.jsonl; a part in <angle brackets> stands for any text
+    name: str                 # as in the log; a part in <angle brackets> stands for any text
     formula: str              # how it is computed, in the symbols of the notebooks
     unit: str                 # nats, share, tokens, reward, ...
     source: str               # the module that computes it
@@ -127,7 +118,7 @@ UPDATE_METRICS = (
 # %% ../nbs/18_monitor.ipynb #4f16ab0b
 RUN_METRICS = (
     Metric('step', 'optimiser steps so far', 'steps', 'trainer'),
-    Metric('time', 'when the step ended, Unix time', 's', 'monitor'),
+    Metric('time', 'when the step ended, Unix time', 's', 'records'),
     Metric('step_time', 'duration of the step, its sampling included', 's', 'trainer'),
     Metric('grad_norm', '|gradient|_2 before clipping', '1', 'trainer', (0, 10), (0, 100),
            if_high='the gradient explodes; clipping hides it from the weights, not from Adam'),
@@ -469,7 +460,7 @@ class Curves:
 
 
 def plot_curves(
-    table: Mapping[str, Sequence[float]],  # metrics by column, as `read_metrics` returns them
+    table: Mapping[str, Sequence[float]],  # metrics by column, or a DataFrame
     kl_target: float | None = None,        # marked in the KL panel, nats per token
 ) -> Picture:                              # a matplotlib Figure that shows itself
     """Draw a run: every panel with its healthy range as a band and in its title."""
@@ -510,195 +501,3 @@ def health_report(
                            ('ratio_max', '.2f')))
     return (f'Health Report Step {step:.0f}: KL={kl} (95p={kl_95}), Reward={reward:.3f}±{std:.3f}, '
             f'Clip={clip}, Entropy={entropy}, MaxRatio={ratio} | {overall(metrics)}')
-
-# %% ../nbs/18_monitor.ipynb #f5c3c3df
-logger = logging.getLogger(__name__)
-
-
-def plain(
-    value: object,  # numbers, texts, paths, mappings, sequences, dataclasses, 0-d arrays and tensors
-) -> object:        # the same in JSON's own types; NaN and infinities become None
-    """Reduce a value to what JSON can hold."""
-    if is_dataclass(value) and not isinstance(value, type): return plain(asdict(value))
-    if isinstance(value, Mapping): return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)): return [plain(item) for item in value]
-    if isinstance(value, Path): return str(value)
-    if hasattr(value, 'item'): return plain(value.item())
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def write_atomic(
-    path: Path,            # the file to replace or create; its folder exists
-    content: str | bytes,  # all of it; text is written as UTF-8, line feeds as they are
-) -> Path:                 # the same path
-    """Write a whole file so that a reader sees the old content or the new, never a part."""
-    aside = path.with_name(f'.{path.name}.{os.getpid()}.part')
-    try:
-        with open(aside, 'wb') as file:
-            file.write(content.encode('utf-8') if isinstance(content, str) else content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(aside, path)
-    finally: aside.unlink(missing_ok=True)  # there only if something above failed
-    return path
-
-
-def write_json(
-    path: Path,     # the file
-    value: object,  # anything `plain` understands
-) -> Path:          # the same path
-    """Write a value as indented JSON, atomically."""
-    return write_atomic(path, json.dumps(plain(value), indent=2, ensure_ascii=False, allow_nan=False) + '\n')
-
-# %% ../nbs/18_monitor.ipynb #36f2c37b
-def metric_rows(
-    path: Path,  # metrics.jsonl; may be absent
-) -> list[dict[str, float]]:  # the rows that count, steps ascending
-    """Read a metrics file: a torn last line is left out, a resumed run replaces what it repeats."""
-    rows = []
-    lines = path.read_bytes().split(b'\n') if path.exists() else []
-    for number, line in enumerate(lines, 1):
-        if not line.strip(): continue
-        try:
-            row = json.loads(line)
-            step = row['step']
-            if not isinstance(step, Real): raise TypeError
-        except (ValueError, KeyError, TypeError) as error:
-            if number == len(lines):
-                logger.warning('%s: the last line was cut off after %d bytes and is left out', path.name, len(line))
-                break
-            raise MetricError(f'{path}, line {number} is not a metrics row: {line[:60]!r}') from error
-        while rows and rows[-1]['step'] >= step: rows.pop()
-        rows.append(row)
-    return rows
-
-
-def read_metrics(
-    folder: str | Path,  # a run folder
-) -> pd.DataFrame:       # one row an optimiser step, one column a metric; null is NaN
-    """The metrics of a run as a table."""
-    path = Path(folder)/'metrics.jsonl'
-    if not path.exists(): raise MetricError(f'{path}: no such file; is this a run folder?')
-    table = pd.DataFrame(metric_rows(path))
-    return table.apply(pd.to_numeric) if len(table) else pd.DataFrame({'step': []})
-
-# %% ../nbs/18_monitor.ipynb #bfb459ea
-TABLE_COLUMNS = ('prompt', 'completion', 'task', 'reward', 'advantage')
-Rows = pd.DataFrame | Sequence[Mapping[str, object]]  # a table of completions: a frame or a list of rows
-
-
-def read_completions(
-    path: str | Path,  # one file of a run's completions folder
-) -> pd.DataFrame:     # the table as it was written
-    """Read a completions table; texts come back exactly as the model wrote them."""
-    texts = dict.fromkeys(('prompt', 'completion', 'task'), str)
-    gaps = {name: [''] for name in pd.read_csv(path, nrows=0).columns if name not in texts}
-    return pd.read_csv(path, dtype=texts, keep_default_na=False, na_values=gaps, lineterminator='\n')
-
-# %% ../nbs/18_monitor.ipynb #92c3a9be
-def mend_tail(
-    path: Path,  # a file of lines; may be absent
-) -> int:        # bytes cut away
-    """Make a file end in a whole line: a complete row gets its line feed, a torn one goes."""
-    text = path.read_bytes() if path.exists() else b''
-    tail = text[text.rfind(b'\n') + 1:]
-    if not tail: return 0
-    try: whole = isinstance(json.loads(tail), dict)
-    except ValueError: whole = False
-    if whole:
-        with open(path, 'ab') as file: file.write(b'\n')
-        return 0
-    os.truncate(path, len(text) - len(tail))
-    logger.warning('%s: cut away a torn last line of %d bytes', path.name, len(tail))
-    return len(tail)
-
-
-def metrics_line(
-    metrics: Mapping[str, float],  # one row; step and time in it
-) -> str:                          # one JSON object and a line feed
-    """A row as JSON; a value that is not a number is an error that names it."""
-    row = {name: value.item() if getattr(value, 'ndim', 1) == 0 else value for name, value in metrics.items()}
-    if wrong := {name: value for name, value in row.items() if not isinstance(value, Real)}:
-        raise MetricError(f'metrics are numbers, but got {wrong}')
-    return json.dumps(plain(row), allow_nan=False) + '\n'
-
-# %% ../nbs/18_monitor.ipynb #63ff3a0e
-class RunFolder:
-    """A run's folder and the files in it that are written whole."""
-    def __init__(
-        self,
-        folder: str | Path,  # made if absent
-    ) -> None:
-        self.folder = Path(folder)
-        (self.folder/'completions').mkdir(parents=True, exist_ok=True)
-
-    def table(
-        self,
-        step: int,   # the optimiser step the completions were sampled for
-        rows: Rows,  # one a completion, with at least TABLE_COLUMNS
-        kind: str = 'completions',  # the folder; `skipped` for those whose update was left out
-    ) -> Path:     # the file written
-        """Write the completions of one step as a CSV table."""
-        table = pd.DataFrame(rows)
-        if missing := [name for name in TABLE_COLUMNS if name not in table]:
-            raise MetricError(f'no {", ".join(missing)} in the completions of step {step}, only {list(table.columns)}')
-        text = table.to_csv(index=False, lineterminator='\n', quoting=csv.QUOTE_NONNUMERIC)
-        (self.folder/kind).mkdir(exist_ok=True)
-        return write_atomic(self.folder/kind/f'step-{int(step):06d}.csv', text)
-
-    def summary(
-        self,
-        values: object,  # a mapping or dataclass
-    ) -> Path:           # the file written
-        """Write summary.json."""
-        return write_json(self.folder/'summary.json', values)
-
-# %% ../nbs/18_monitor.ipynb #ffdc3b84
-class RunWriter(RunFolder):
-    """The run folder with its growing files too: config.json, metrics.jsonl, train.log, completions/, summary.json."""
-    def __init__(
-        self,
-        folder: str | Path,      # made if absent; an earlier run's is continued
-        config: object = None,   # a mapping or dataclass for config.json; None leaves the file alone
-        prompts: int = 10,       # prompts in a batch, for the console's P/E
-        report_every: int = 10,  # steps between health reports; 0 for none
-    ) -> None:
-        super().__init__(folder)
-        self.prompts, self.report_every, path = prompts, report_every, self.folder/'metrics.jsonl'
-        if config is not None: write_json(self.folder/'config.json', config)
-        mend_tail(path)
-        self.rewards = {row['step']: row['reward'] for row in metric_rows(path) if row.get('reward') is not None}
-        files = (path, self.folder/'train.log')
-        self._metrics, self._log = (open(file, 'a', 1, 'utf-8', newline='') for file in files)    # flushed line by line
-
-    def log(
-        self,
-        metrics: Mapping[str, float],  # one row with 'step'; 'time' (Unix, s) is added if absent
-    ) -> str:                          # what the console shows: the step's line, and a report when one is due
-        """Append one optimiser step to metrics.jsonl and its console lines to train.log."""
-        row = {'step': values_of(metrics, 'step')[0], 'time': time.time()} | dict(metrics)
-        (step, reward, _), line = values_of(row, 'step', 'reward', 'reward_std'), metrics_line(row)
-        if not step.is_integer(): raise MetricError(f'step {step}: must be a whole number')
-        self.rewards = {s: r for s, r in self.rewards.items() if s < step}
-        if math.isfinite(reward): self.rewards[step] = reward
-        text = console_line(row, max(self.rewards.values(), default=reward), self.prompts)
-        if self.report_every and step % self.report_every == 0: text += '\n' + health_report(row)
-        self._metrics.write(line)
-        self._log.write(text + '\n')
-        return text
-
-    def close(self) -> None:
-        """Close the files; the folder can be opened again later."""
-        for file in (self._metrics, self._log): file.close()
-
-    def __enter__(self) -> 'RunWriter': return self
-    def __exit__(self, *failure) -> None: self.close()
-
-# %% ../nbs/18_monitor.ipynb #4e763700
-def save_reward_curve(
-    table: Mapping[str, Sequence[float]],  # metrics by column, as `read_metrics` returns them
-    path: str | Path,                      # a .png file; its folder exists
-) -> Path:                                 # the same path
-    """Save the reward panel alone as a PNG, atomically."""
-    path = Path(path)
-    return write_atomic(path, Curves(PANELS[:1], columns=1, size=(6.5, 2.6)).update(table).figure._repr_png_())

@@ -11,12 +11,10 @@ __all__ = ['NUMERIC', 'LOWER_IS_BETTER', 'SIGNIFICANT', 'KEYS', 'NUMBERS', 'TASK
            'samples_of', 'identity_tolerance', 'first_update', 'changed_settings', 'command_line', 'png_of', 'draw',
            'figure_of', 'section', 'clock_text', 'dot', 'events_section', 'facts', 'heading', 'change_row',
            'changes_section', 'course_section', 'lights_section', 'start_section', 'samples_section', 'default_words',
-           'settings_section', 'page', 'report', 'MissingExtraError', 'optional_module', 'measured', 'MetricWriter',
-           'TensorBoardWriter', 'WandbWriter']
+           'settings_section', 'page', 'report']
 
 # %% ../nbs/29_report.ipynb #1172b65e
 import base64
-import importlib
 import math
 import re
 import shlex
@@ -28,7 +26,7 @@ from html import escape
 from io import BytesIO
 from itertools import cycle
 from pathlib import Path
-from types import ModuleType, NoneType
+from types import NoneType
 from typing import Any
 
 import numpy as np
@@ -43,10 +41,10 @@ from .config import BY_SIZE, SMALL, TrainConfig
 from .evaluate import ROUNDING, TASK_METRICS, student_t
 from .flags import as_text, words_of
 from .monitor import (
-    BAND, BLUE, COLOURS, FAINT, INK, LIGHT_COLOURS, MUTED, ORANGE, STYLE, TABLE_COLUMNS, Curves, Light, Panel, Picture,
-    column, dress, lights, metric_for, metric_rows, numbers_of, overall, plain, plot_curves, read_completions,
-    values_of, view_limits, write_atomic)
+    BAND, BLUE, COLOURS, FAINT, INK, LIGHT_COLOURS, MUTED, ORANGE, STYLE, Curves, Light, Panel, Picture, column, dress,
+    lights, metric_for, numbers_of, overall, plot_curves, view_limits)
 from .positions import spread
+from .records import TABLE_COLUMNS, metric_rows, plain, read_completions, write_atomic
 from .rewards import default_reward
 from .run import SHOWN, read_events, read_object
 
@@ -876,99 +874,3 @@ def report(
     for name, png in pictures.items():
         write_atomic(run.folder/'figures'/f'{name}.png', png)
     return write_atomic(run.folder/'report.html', text.encode('utf-8', 'backslashreplace'))
-
-# %% ../nbs/29_report.ipynb #a8419268
-class MissingExtraError(ReportError):
-    "An optional package is not installed; the message names the extra that brings it."
-
-
-def optional_module(
-    module: str,  # to import
-    extra: str,   # the extra of this package that installs it
-) -> ModuleType:
-    "Import a package that not everybody has."
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        hint = f"pip install 'rookworld_nb[{extra}]'"
-        raise MissingExtraError(f'{module} cannot be imported ({error}); {hint}') from error
-
-
-def measured(
-    metrics: Mapping[str, float],  # one row of the log
-) -> dict[str, float]:  # without step and time, which are axes, and without what is NaN or null
-    "What was measured in a step."
-    return {name: value for name, value in numbers_of(metrics).items()
-            if name not in ('step', 'time') and not math.isnan(value)}
-
-# %% ../nbs/29_report.ipynb #b59e1465
-class MetricWriter:
-    "Takes rows of metrics somewhere; a context manager."
-
-    def log(
-        self,
-        metrics: Mapping[str, float],  # one row, with 'step' and perhaps 'time' (Unix, s)
-    ) -> None:
-        "Write one optimiser step."
-        raise NotImplementedError
-
-    def close(self) -> None:
-        "Write what is waiting, and end."
-
-    def __enter__(self) -> 'MetricWriter':
-        return self
-
-    def __exit__(self, *failure) -> None:
-        self.close()
-
-# %% ../nbs/29_report.ipynb #98ca12bb
-class TensorBoardWriter(MetricWriter):
-    "Scalars for TensorBoard, under the names of the log; needs the extra `tensorboard`."
-
-    def __init__(
-        self,
-        folder: str | Path,  # for the event files; one folder a run
-    ) -> None:
-        self._open = optional_module('torch.utils.tensorboard', 'tensorboard').SummaryWriter
-        self.folder, self._board = Path(folder), None
-
-    def log(
-        self,
-        metrics: Mapping[str, float],  # one row, with 'step' and perhaps 'time' (Unix, s)
-    ) -> None:
-        "Write one optimiser step to the disk; the first one replaces what the folder holds from that step on."
-        step, time = int(values_of(metrics, 'step')[0]), metrics.get('time')
-        if self._board is None:
-            self._board = self._open(str(self.folder), purge_step=step)
-        for name, value in measured(metrics).items():
-            self._board.add_scalar(name, value, step, time)
-        self._board.flush()
-
-    def close(self) -> None:
-        "Close the event file."
-        if self._board is not None:
-            self._board.close()
-
-# %% ../nbs/29_report.ipynb #ae8555eb
-class WandbWriter(MetricWriter):
-    "Rows for Weights & Biases; needs the extra `wandb`."
-
-    def __init__(
-        self,
-        project: str,           # the name it goes under
-        config: object = None,  # a mapping or dataclass, shown beside the run
-        **options: Any,         # for wandb.init: name, entity, mode='offline', ...
-    ) -> None:
-        wandb = optional_module('wandb', 'wandb')
-        self._run = wandb.init(project=project, config=plain(config or {}), **options)
-
-    def log(
-        self,
-        metrics: Mapping[str, float],  # one row, with 'step'
-    ) -> None:
-        "Send one optimiser step."
-        self._run.log(measured(metrics), step=int(values_of(metrics, 'step')[0]))
-
-    def close(self) -> None:
-        "End the run."
-        self._run.finish()

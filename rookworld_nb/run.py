@@ -43,10 +43,10 @@ from .hardware import (
     ALONE, SIZES, KeptForBackward, Ranks, adam_bytes, agree, kv_cache_bytes, prepare_model, search_batch,
     set_allocator, tensor_bytes, torch_device, trim_memory, unchanged, use_hardware)
 from .model import GPT
-from .monitor import RunFolder, RunWriter, read_metrics, save_reward_curve, write_atomic, write_json
 from .positions import (
     DataError, PromptMix, Sample, apart_from, by_task, is_rare, locked, read_lines,
     shipped, shipped_positions, spread, warn_malformed, with_history)
+from .records import RunFolder, RunWriter, read_metrics, save_reward_curve, write_atomic, write_json
 from .rewards import PatientEngine, RewardScorer, default_reward, engine_questions, name_of
 from .rules import LABEL_NODES, Stockfish
 from .trainer import Trainer, restore_trainer, trainer_state

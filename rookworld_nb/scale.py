@@ -45,8 +45,9 @@ from .evaluate import ROUNDING, evaluate, wilson_interval
 from .flags import UsageError, as_text, parse_value
 from .hardware import HardwareConfig
 from .labels import leave_group, stop
-from .monitor import BLUE, MUTED, ORANGE, Picture, metric_rows, write_atomic
-from .report import command_line, optional_module, png_of
+from .monitor import BLUE, MUTED, ORANGE, Picture
+from .records import metric_rows, optional_module, write_atomic
+from .report import command_line, png_of
 from .rewards import RewardScorer
 from .run import Run, Setup, finish, updates_per_batch
 

@@ -21,7 +21,7 @@ from rookworld_nb.config import BY_SIZE, SMALL, TrainConfig
 from rookworld_nb.evaluate import evaluate, select_rows
 from rookworld_nb.grpo import BASELINES, REWARD_SCALES
 from rookworld_nb.kl import KL_ESTIMATORS
-from rookworld_nb.monitor import read_completions
+from rookworld_nb.records import read_completions
 from rookworld_nb.rewards import RewardScorer, Shaping
 from rookworld_nb.run import Run, RunError, resumed_config
 from rookworld_nb.weights import ModelNameError

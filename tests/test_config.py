@@ -12,7 +12,7 @@ from rookworld_nb.buffer import BufferConfig, CollectorConfig
 from rookworld_nb.config import PRESETS, RunError, TrainConfig
 from rookworld_nb.grpo import EMATracker, gae, grpo_loss
 from rookworld_nb.kl import per_token_kl
-from rookworld_nb.monitor import RunWriter
+from rookworld_nb.records import RunWriter
 from rookworld_nb.rewards import RewardTerms, RunningNorm
 from rookworld_nb.trainer import TrainerConfig
 

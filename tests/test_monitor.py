@@ -1,26 +1,21 @@
-"""Registry, lights, console lines, the run folder under crashes, and the pictures."""
-import json
+"""Registry, lights, console lines and pictures."""
 import math
 import re
-import stat
 import subprocess
 import sys
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 
 import matplotlib
 import numpy as np
 import pandas as pd
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from matplotlib.figure import Figure
 
 from rookworld_nb import monitor
-from rookworld_nb.monitor import (COLOURS, METRICS, PANELS, Curves, MetricError, RunWriter, console_line, health_report,
-                                  light_of, lights, mend_tail, metric_for, metric_rows, overall, plot_curves, range_text, read_completions,
-                                  read_metrics, registry, save_reward_curve, simulated_run, view_limits, write_atomic)
+from rookworld_nb.monitor import (COLOURS, METRICS, PANELS, Curves, MetricError, console_line, health_report, light_of, lights, metric_for,
+                                  overall, plot_curves, range_text, registry, simulated_run, view_limits)
 
 DASHBOARD_NAMES = """loss reward reward_std frac_reward_zero_std rewards/P_best/mean rewards/P_best/std kl entropy
     clip_ratio/low_mean clip_ratio/high_mean clip_ratio/region_mean completions/mean_length completions/min_length
@@ -124,12 +119,6 @@ def test_a_value_just_over_its_edge_shows_the_difference():
     assert light_of('entropy', .09999).reason.startswith('entropy 0.09999 is below 0.1: ')
 
 
-def test_a_stored_null_is_no_number(tmp_path):
-    with RunWriter(tmp_path) as writer: writer.log(rows(2)[1] | {'grad_norm': math.inf, 'kl_loss': math.nan})
-    row, = metric_rows(tmp_path/'metrics.jsonl')
-    assert row['grad_norm'] is None and [light.metric for light in lights(row) if light.colour != 'green'] == ['grad_norm']
-
-
 def test_old_mishaps_leave_the_light_green():
     row = rows(30)[-1] | {'skipped_updates': 5, 'skipped_recently': 0, 'recoveries': 1, 'recoveries_recently': 0}
     assert overall(row).colour == 'green'
@@ -206,191 +195,6 @@ def test_numbers_that_are_none_are_printed_and_not_hidden():
     assert 'Loss: nan' in console_line(dict(ROW, loss=math.nan))
 
 
-# ---- the run folder
-
-@dataclass
-class Settings:
-    """A configuration."""
-    lr: float  # learning rate
-    out: Path  # folder
-
-
-def test_folder_has_everything_and_every_row_is_on_disk_at_once(tmp_path):
-    writer = RunWriter(tmp_path/'deep'/'run', Settings(1e-4, Path('runs')/'a'), report_every=2)
-    for number, row in enumerate(rows(4), 1):
-        shown = writer.log(row)
-        assert len(read_metrics(writer.folder)) == number  # read while the writer is open
-        assert (writer.folder/'train.log').read_text(encoding='utf-8').endswith(shown + '\n')
-        assert ('Health Report' in shown) == (number % 2 == 0)
-    writer.table(4, [dict(prompt='P: x', completion='y', task='P', reward=.1, advantage=0., format=1.)])
-    writer.summary({'steps': 4, 'best': math.nan})
-    writer.close()
-    assert json.loads((writer.folder/'config.json').read_text()) == {'lr': 1e-4, 'out': str(Path('runs')/'a')}
-    assert json.loads((writer.folder/'summary.json').read_text()) == {'steps': 4, 'best': None}
-    assert sorted(path.name for path in writer.folder.rglob('*')) == [
-        'completions', 'config.json', 'metrics.jsonl', 'step-000004.csv', 'summary.json', 'train.log']
-
-
-def test_log_keeps_names_order_and_numbers(tmp_path):
-    with RunWriter(tmp_path) as writer:
-        writer.log(dict(ROW, time=7.5, tensor=torch.tensor(.25), array=np.float32(.5), count=np.int64(3)))
-    row = json.loads((tmp_path/'metrics.jsonl').read_text())
-    assert list(row)[:2] == ['step', 'time'] and row['time'] == 7.5
-    assert (row['tensor'], row['array'], row['count']) == (.25, .5, 3)
-
-
-def test_time_is_added(tmp_path):
-    with RunWriter(tmp_path) as writer: writer.log(ROW)
-    assert 1.6e9 < read_metrics(tmp_path).time[0] < 1e10
-
-
-@pytest.mark.parametrize('value', [math.nan, math.inf, -math.inf, np.float64('nan')])
-def test_numbers_that_are_none_are_null(tmp_path, value):
-    with RunWriter(tmp_path, report_every=0) as writer: writer.log(dict(ROW, kl=value))
-    text = (tmp_path/'metrics.jsonl').read_text()
-    assert '"kl": null' in text and 'NaN' not in text and 'Infinity' not in text
-    assert math.isnan(read_metrics(tmp_path).kl[0]) and read_metrics(tmp_path).kl.dtype == float
-
-
-@pytest.mark.parametrize('wrong', ['high', None, [1.], torch.ones(2), np.ones(1)])
-def test_what_is_no_number_is_refused_and_nothing_is_written(tmp_path, wrong):
-    with RunWriter(tmp_path) as writer, pytest.raises(MetricError, match='metrics are numbers, but got.*colour'):
-        writer.log(dict(ROW, colour=wrong))
-    assert (tmp_path/'metrics.jsonl').read_text() == (tmp_path/'train.log').read_text() == ''
-
-
-@pytest.mark.parametrize('row, words', [({'step': math.nan}, 'step nan'), ({'step': math.inf}, 'step inf'), ({'step': 1.5}, 'step 1.5: must be a whole number')])
-def test_a_step_that_is_no_number_would_make_the_folder_unreadable(tmp_path, row, words):
-    with RunWriter(tmp_path) as writer:
-        with pytest.raises(MetricError, match=words): writer.log(ROW | row)
-        with pytest.raises(MetricError, match='no reward_std in the row'): writer.log({name: value for name, value in ROW.items() if name != 'reward_std'})
-        writer.log(ROW)
-    assert len(metric_rows(tmp_path/'metrics.jsonl')) == 1
-
-
-@pytest.mark.parametrize('cut', range(1, 60, 7))
-def test_a_torn_last_line_costs_only_itself(tmp_path, cut):
-    with RunWriter(tmp_path) as writer:
-        for row in rows(3): writer.log(row)
-    path = tmp_path/'metrics.jsonl'
-    path.write_bytes(path.read_bytes()[:-1 - cut])  # the crash
-    assert read_metrics(tmp_path).step.tolist() == [1, 2]
-    with RunWriter(tmp_path) as writer: writer.log(rows(3)[2])
-    assert read_metrics(tmp_path).step.tolist() == [1, 2, 3]
-    assert all(json.loads(line) for line in path.read_text().splitlines())
-
-
-def test_a_step_that_is_no_number_is_an_error(tmp_path):
-    (tmp_path/'metrics.jsonl').write_text('{"step": 1}\n{"step": null}\n{"step": 2}\n')
-    with pytest.raises(MetricError, match='line 2'): metric_rows(tmp_path/'metrics.jsonl')
-
-
-def test_a_line_torn_inside_a_character_is_left_out_too(tmp_path):
-    path = tmp_path/'metrics.jsonl'
-    path.write_bytes(b'{"step": 1}\n{"step": 2, "\xc3')
-    assert read_metrics(tmp_path).step.tolist() == [1]
-    assert mend_tail(path) == 14 and path.read_bytes() == b'{"step": 1}\n'
-
-
-def test_a_whole_last_line_without_line_feed_is_kept(tmp_path):
-    path = tmp_path/'metrics.jsonl'
-    path.write_text('{"step": 1}\n{"step": 2}')
-    assert read_metrics(tmp_path).step.tolist() == [1, 2]
-    assert mend_tail(path) == 0 and path.read_text() == '{"step": 1}\n{"step": 2}\n'
-    assert mend_tail(path) == 0 and mend_tail(tmp_path/'absent') == 0
-
-
-def test_damage_in_the_middle_is_an_error_that_names_the_line(tmp_path):
-    (tmp_path/'metrics.jsonl').write_text('{"step": 1}\n{"ste\n{"step": 3}\n')
-    with pytest.raises(MetricError, match='line 2'): read_metrics(tmp_path)
-    with pytest.raises(MetricError, match='line 2'): RunWriter(tmp_path)
-
-
-def test_a_resumed_run_replaces_what_it_repeats(tmp_path):
-    run = rows(6)
-    with RunWriter(tmp_path) as writer:
-        for row in run[:5]: writer.log(row)
-    with RunWriter(tmp_path) as writer: writer.log(dict(run[2], reward=.111))  # back at step 3
-    table = read_metrics(tmp_path)
-    assert table.step.tolist() == [1, 2, 3] and table.reward.iloc[-1] == .111
-    assert len((tmp_path/'metrics.jsonl').read_text().splitlines()) == 6  # nothing was erased
-
-
-def test_best_reward_survives_reopening_and_forgets_what_was_undone(tmp_path):
-    with RunWriter(tmp_path) as writer:
-        for step, reward in enumerate([.1, .6, .2, .9], 1): shown = writer.log(dict(ROW, step=step, reward=reward))
-    assert '(best: 0.900)' in shown
-    with RunWriter(tmp_path) as writer: assert '(best: 0.600)' in writer.log(dict(ROW, step=3, reward=.3))
-    with RunWriter(tmp_path) as writer: assert '(best: 0.600)' in writer.log(dict(ROW, step=4, reward=math.nan))
-
-
-def test_a_killed_process_loses_nothing_it_logged(tmp_path):
-    code = f"""
-import os, signal
-from rookworld_nb.monitor import RunWriter, simulated_run
-writer = RunWriter({str(tmp_path)!r})
-for row in simulated_run(20): writer.log(row)
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-    assert subprocess.run([sys.executable, '-c', code], timeout=120).returncode == -9
-    assert read_metrics(tmp_path).step.tolist() == list(range(1, 21))
-    assert len(re.findall(r'^Step', (tmp_path/'train.log').read_text(), flags=re.M)) == 20
-
-
-def test_reading_what_is_no_run_folder(tmp_path):
-    with pytest.raises(MetricError, match='no such file'): read_metrics(tmp_path)
-    with RunWriter(tmp_path): pass
-    assert read_metrics(tmp_path).empty
-
-
-def test_writers_do_not_swallow_errors(tmp_path):
-    (tmp_path/'file').write_text('')
-    with pytest.raises(OSError): RunWriter(tmp_path/'file'/'run')
-    writer = RunWriter(tmp_path/'run')
-    writer.close()
-    with pytest.raises(ValueError, match='closed'): writer.log(ROW)
-    with pytest.raises(TypeError): writer.summary({'model': object()})
-    assert not (tmp_path/'run'/'summary.json').exists()
-
-
-def test_whole_files_are_replaced_or_left_alone(tmp_path, monkeypatch):
-    path = write_atomic(tmp_path/'summary.json', 'old')
-    assert stat.S_IMODE(path.stat().st_mode) & 0o044 == 0o044
-
-    def full_disk(*_): raise OSError('no space left on device')
-    monkeypatch.setattr(monitor.os, 'fsync', full_disk)
-    with pytest.raises(OSError, match='no space'): write_atomic(path, 'new')
-    assert path.read_text() == 'old' and [p.name for p in tmp_path.iterdir()] == ['summary.json']
-
-
-# ---- completions
-
-TEXT = st.text(st.characters(exclude_categories=['Cs']), max_size=40)
-TABLE_ROW = st.fixed_dictionaries(dict(prompt=TEXT, completion=TEXT, task=st.sampled_from('PA'), reward=st.floats(-.3, 1),
-                                       advantage=st.floats(-3, 3), format=st.floats(0, 1) | st.just(math.nan)))
-
-
-@settings(max_examples=60)
-@given(st.lists(TABLE_ROW, min_size=1, max_size=4))
-def test_any_text_of_a_model_comes_back(tmp_path_factory, table):
-    with RunWriter(tmp_path_factory.mktemp('run')) as writer: path = writer.table(1, table)
-    back = read_completions(path)
-    pd.testing.assert_frame_equal(back, pd.DataFrame(table), check_dtype=False)
-
-
-@pytest.mark.parametrize('text', ['', 'nan', 'NA', 'null', '1.0', '"', 'a,b', 'a\nb', 'a\r\nb', '\r', ' x ', '#', '=1+1'])
-def test_texts_that_readers_of_tables_mistake(tmp_path, text):
-    row = dict(prompt=text, completion=text, task='P', reward=.5, advantage=0., clipped=True, tokens=3)
-    with RunWriter(tmp_path) as writer: back = read_completions(writer.table(1, [row]))
-    assert back.to_dict('records') == [row]
-
-
-def test_a_table_without_its_columns_is_refused(tmp_path):
-    with RunWriter(tmp_path) as writer, pytest.raises(MetricError, match='no task, advantage in the completions of step 7'):
-        writer.table(7, [dict(prompt='p', completion='c', reward=0.)])
-    assert list((tmp_path/'completions').iterdir()) == []
-
-
 # ---- pictures
 
 def png_size(data: bytes) -> tuple[int, int]:
@@ -450,10 +254,10 @@ def test_view_holds_all_finite_values(values):
     assert low < high and all(low <= value <= high for value in [0, .1, *filter(math.isfinite, values)])
 
 
-def test_pictures_leave_global_state_alone(tmp_path):
+def test_pictures_leave_global_state_alone():
     before = dict(matplotlib.rcParams)
-    path = save_reward_curve(pd.DataFrame(rows(20)), tmp_path/'reward.png')
-    assert dict(matplotlib.rcParams) == before and png_size(path.read_bytes()) == (650, 285)
+    picture = plot_curves(pd.DataFrame(rows(20)))._repr_png_()
+    assert dict(matplotlib.rcParams) == before and png_size(picture) == (990, 425)
     code = 'import rookworld_nb.monitor as m, sys; m.plot_curves({"step": []}); print("matplotlib.pyplot" in sys.modules)'
     assert subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, timeout=120).stdout == 'False\n'
 

@@ -24,7 +24,7 @@ from rookworld_nb.config import RunError, TrainConfig
 from rookworld_nb.evaluate import evaluate
 from rookworld_nb.hardware import ALONE, HardwareError, RankError, Ranks, agree, torch_device, torchrun
 from rookworld_nb.model import GPT, GPTConfig
-from rookworld_nb.monitor import metric_rows
+from rookworld_nb.records import metric_rows
 from rookworld_nb.positions import Sample, shipped, write_lines
 from rookworld_nb.rewards import RewardConfig, RewardScorer
 from rookworld_nb.run import Run, starting_config

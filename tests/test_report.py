@@ -1,12 +1,8 @@
-"The report of a run folder, whatever state the run is in, and the optional metric writers."
-import ast
+"The report of a run folder, whatever state the run is in."
 import base64
-import importlib
 import json
 import math
 import re
-import sys
-import types
 from dataclasses import asdict, replace
 from html.parser import HTMLParser
 from io import BytesIO
@@ -18,10 +14,10 @@ import pytest
 from PIL import Image
 
 from rookworld_nb import report as module
-from rookworld_nb.monitor import MetricError, RunWriter, metric_rows, overall, plain, simulated_run
-from rookworld_nb.report import (MetricWriter, MissingExtraError, ReportError, TensorBoardWriter, WandbWriter, bin_edges,
-                                 changed_settings, command_line, comparison, default_words, ending, findings, first_update, number,
-                                 pick_samples, plot_distributions, plot_lights, plot_looks, ranges, read_run, report)
+from rookworld_nb.monitor import MetricError, overall, simulated_run
+from rookworld_nb.records import RunWriter, metric_rows, plain
+from rookworld_nb.report import (ReportError, bin_edges, changed_settings, command_line, comparison, default_words, ending, findings, first_update,
+                                 number, pick_samples, plot_distributions, plot_lights, plot_looks, ranges, read_run, report)
 from rookworld_nb.config import SMALL, TrainConfig
 from rookworld_nb.flags import flags_of, parser_of, read_settings
 from rookworld_nb.run import write_events
@@ -474,114 +470,6 @@ def test_a_log_damaged_in_the_middle_is_an_error(tmp_path):
     (folder/'metrics.jsonl').write_text('{"step": 1}\nnonsense\n{"step": 3}\n')
     with pytest.raises(MetricError, match='line 2'):
         report(folder)
-
-
-# ---- TensorBoard
-
-@pytest.fixture
-def events():
-    "TensorBoard's own reader."
-    pytest.importorskip('tensorboard')
-    reader = importlib.import_module('tensorboard.backend.event_processing.event_accumulator')
-    return lambda folder: reader.EventAccumulator(str(folder), size_guidance={'scalars': 0}).Reload()
-
-
-def rows_of(steps: int) -> list[dict]:
-    "Rows with a metric that is not always measured, once NaN and once null."
-    rows = [row | {'time': START + row['step'], 'eval/P_reward': math.nan} for row in simulated_run(steps)]
-    rows[1]['eval/P_reward'], rows[2]['eval/P_reward'] = .5, None
-    return rows
-
-
-def test_tensorboard_reads_back_what_was_logged(tmp_path, events):
-    rows = rows_of(5)
-    with TensorBoardWriter(tmp_path/'board') as writer:
-        for row in rows:
-            writer.log(row)
-    log = events(tmp_path/'board')
-    assert set(log.Tags()['scalars']) == set(rows[0]) - {'step', 'time'}
-    for name in set(rows[0]) - {'step', 'time', 'eval/P_reward'}:
-        read = log.Scalars(name)
-        assert [event.step for event in read] == [1, 2, 3, 4, 5] and [event.wall_time for event in read] == [row['time'] for row in rows]
-        assert [event.value for event in read] == [float(np.float32(row[name])) for row in rows]
-    assert [(event.step, event.value) for event in log.Scalars('eval/P_reward')] == [(2, .5)]
-
-
-def test_a_resumed_run_replaces_what_it_repeats(tmp_path, events):
-    for first, last, kl in ((1, 5, .1), (4, 6, .2)):
-        with TensorBoardWriter(tmp_path) as writer:
-            for step in range(first, last + 1):
-                writer.log({'step': step, 'kl': kl, 'time': START + step})
-    read = events(tmp_path).Scalars('kl')
-    assert [(event.step, round(event.value, 3)) for event in read] == [(1, .1), (2, .1), (3, .1), (4, .2), (5, .2), (6, .2)]
-
-
-def test_each_row_is_on_the_disk_at_once(tmp_path):
-    pytest.importorskip('tensorboard')
-    writer = TensorBoardWriter(tmp_path)
-    assert list(tmp_path.iterdir()) == []
-    writer.log({'step': 1} | {f'metric-{i}': i for i in range(300)})
-    written = next(tmp_path.iterdir()).read_bytes()  # nothing may still wait in a queue
-    assert b'metric-299' in written and written.count(b'metric-') == 300
-    with pytest.raises(MetricError, match='no step'):
-        writer.log({'kl': .25})
-    writer.close()
-    TensorBoardWriter(tmp_path/'unused').close()
-    assert not (tmp_path/'unused').exists()
-
-
-# ---- Weights & Biases, and what is not installed
-
-class FakeWandb(types.ModuleType):
-    "Records what a writer does with the package."
-    def __init__(self):
-        super().__init__('wandb')
-        self.calls = []
-
-    def init(self, **options):
-        self.calls.append(('init', options))
-        return types.SimpleNamespace(log=lambda *values, **options: self.calls.append(('log', values, options)),
-                                     finish=lambda: self.calls.append(('finish',)))
-
-
-def test_wandb_gets_the_rows(monkeypatch):
-    fake, rows = FakeWandb(), rows_of(3)
-    monkeypatch.setitem(sys.modules, 'wandb', fake)
-    with pytest.raises(KeyError), WandbWriter('chess', CONFIG, mode='offline', name='a') as writer:
-        for row in rows:
-            writer.log(row)
-        raise KeyError
-    kind, options = fake.calls[0]
-    assert kind == 'init' and options == {'project': 'chess', 'config': plain(CONFIG), 'mode': 'offline', 'name': 'a'}
-    assert [options for _, _, options in fake.calls[1:-1]] == [{'step': 1}, {'step': 2}, {'step': 3}]
-    for (_, (logged,), _), row in zip(fake.calls[1:-1], rows):
-        assert logged == {name: value for name, value in row.items() if name not in ('step', 'time') and value is not None and value == value}
-    assert fake.calls[-1] == ('finish',)
-
-
-@pytest.mark.parametrize('package, make', [('wandb', lambda folder: WandbWriter('chess')), ('tensorboard', TensorBoardWriter)])
-def test_a_missing_package_names_its_extra(monkeypatch, tmp_path, package, make):
-    for name in [name for name in sys.modules if name.startswith('torch.utils.tensorboard')]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(MissingExtraError) as failed:
-        make(tmp_path/'board')
-    assert f"pip install 'rookworld_nb[{package}]'" in str(failed.value) and isinstance(failed.value, ValueError)
-    assert not (tmp_path/'board').exists()
-
-
-def test_optional_packages_are_not_imported_with_the_module():
-    tree = ast.parse(Path(module.__file__).read_text(encoding='utf-8'))
-    names = [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
-    names += [node.module or '' for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
-    assert names and not [name for name in names if 'tensorboard' in name or 'wandb' in name]
-
-
-def test_writers_share_one_interface():
-    for writer in (TensorBoardWriter, WandbWriter):
-        assert issubclass(writer, MetricWriter) and writer.log is not MetricWriter.log and writer.close is not MetricWriter.close
-    with pytest.raises(NotImplementedError):
-        MetricWriter().log({'step': 1})
 
 
 def test_a_reward_function_of_its_own_is_named(tmp_path):

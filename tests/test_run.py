@@ -25,7 +25,7 @@ import rookworld_nb.trainer
 from rookworld_nb.checkpoint import CheckpointError, checkpoints_of, newest_checkpoint, read_checkpoint, write_checkpoint
 from rookworld_nb.config import BY_SIZE, OPEN, RunError, TrainConfig
 from rookworld_nb.graphs import GraphDecoder
-from rookworld_nb.monitor import read_metrics
+from rookworld_nb.records import read_metrics
 from rookworld_nb.positions import by_task, is_rare, shipped, write_lines
 from rookworld_nb.rewards import EngineSilent
 from rookworld_nb.rules import LABEL_NODES, EngineNotFound, Stockfish, fen_key, find_stockfish

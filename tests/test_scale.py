@@ -17,11 +17,11 @@ import pandas as pd
 import pytest
 import torch
 
-from rookworld_nb import cli, report, scale
+from rookworld_nb import cli, scale
 from rookworld_nb.checkpoint import CheckpointError
 from rookworld_nb.config import RunError, TrainConfig
 from rookworld_nb.evaluate import evaluate, wilson_interval
-from rookworld_nb.monitor import metric_rows
+from rookworld_nb.records import MissingExtraError, metric_rows
 from rookworld_nb.positions import shipped
 from rookworld_nb.rewards import RewardScorer
 from rookworld_nb.scale import (Choices, Search, SearchError, Span, TakenTwice, Verdict, best_of, by_ticket, claim, deal, hopeless,
@@ -505,7 +505,7 @@ def test_what_is_wrong_is_said(words, names, tmp_path, capsys):
 
 def test_without_optuna_the_extra_is_named(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, 'optuna', None)
-    with pytest.raises(report.MissingExtraError, match=r"rookworld_nb\[search\]"): open_study(Search({'output_dir': str(tmp_path/'study')}))
+    with pytest.raises(MissingExtraError, match=r"rookworld_nb\[search\]"): open_study(Search({'output_dir': str(tmp_path/'study')}))
     assert not (tmp_path/'study').exists()
 
 

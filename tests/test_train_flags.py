@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 
 from rookworld_nb import cli, model
 from rookworld_nb.config import BY_SIZE, TrainConfig
-from rookworld_nb.monitor import metric_rows, read_completions
 from rookworld_nb.positions import by_task, is_rare, shipped, write_lines
+from rookworld_nb.records import metric_rows, read_completions
 from rookworld_nb.rewards import RewardTerms
 from rookworld_nb.tasks import env_prompt, parse_env
 
