@@ -1,4 +1,4 @@
-"Beside 12_probes: lines and moves against python-chess, and what the probes are asked."
+"Beside 13_probes: lines and moves against python-chess, and what the probes are asked."
 import random
 
 import chess
