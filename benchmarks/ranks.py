@@ -5,6 +5,7 @@
 Every measurement is a fresh start of torchrun with one thread a process; four kinds take turns. `alone`: one process, so many prompts a batch. `apart`: as many
 processes at once, each alone with its own batch, which is what the machine can do. `weak`: they train together, with as many times the prompts. `strong`: they
 share the prompts of one. Printed: the median step of each round, and the ratios to `alone` of the same round.
+What came out stands in nbs/processes.ipynb.
 """
 import argparse
 import os
@@ -23,7 +24,7 @@ KINDS = ('alone', 'apart', 'weak', 'strong')
 def one(kind, prompts, steps, file):
     "Train in this process and write the seconds of every step but the first."
     from rookworld_nb.config import TrainConfig
-    from rookworld_nb.hardware import ALONE, torchrun
+    from rookworld_nb.ranks import ALONE, torchrun
     from rookworld_nb.run import Setup
     with torchrun(300., 'cpu') as ranks:
         size = prompts*(ranks.size if kind == 'weak' else 1)

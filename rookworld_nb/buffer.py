@@ -28,10 +28,10 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from torch import Tensor, nn
 
 from .grpo import BASELINES, REWARD_SCALES, EMATracker, compute_advantages
-from .hardware import ALONE, Ranks
 from .kl import SettingError, check_count, check_option, per_token_kl
 from .model import GPT, GPTConfig
 from .positions import Sample, by_task
+from .ranks import ALONE, Ranks
 from .rewards import Scores
 from .sampling import COLDEST, Rollouts, completion_hidden, hidden_logprobs
 from .sampling import sample as sample_completions

@@ -124,7 +124,7 @@ def uci(
     device: str = 'auto',     # cpu, cuda, cuda:1; auto takes the GPU where there is one
 ) -> None:
     "Be a UCI engine on standard input and output, for any chess program."
-    from rookworld_nb.hardware import torch_device
+    from rookworld_nb.ranks import torch_device
     from rookworld_nb.sampling import check_request
     from rookworld_nb.suites import model_player, uci_session
     from rookworld_nb.weights import load_pretrained
@@ -149,7 +149,7 @@ def generate(
 ) -> None:
     "Complete prompts and say how likely each completion was."
     import torch
-    from rookworld_nb.hardware import torch_device
+    from rookworld_nb.ranks import torch_device
     from rookworld_nb.rules import parse_board
     from rookworld_nb.sampling import check_request, sample
     from rookworld_nb.tasks import plain_prompt, read_prompt
@@ -481,7 +481,7 @@ def evaluate_model(
     json: bool = False,                      # one JSON object instead of tables
 ) -> None:
     "Measure a model: held-out positions, puzzles, self-play, matches; with confidence intervals."
-    from rookworld_nb.hardware import torch_device
+    from rookworld_nb.ranks import torch_device
     from rookworld_nb.suites import model_player, model_simulator, model_world
     from rookworld_nb.weights import load_pretrained
     check_used(suite, against=against, limit=limit, samples_per_prompt=samples_per_prompt, levels=levels, games=games,
@@ -571,7 +571,8 @@ def train(
     "Train with GRPO, evaluate before and after, and write a run folder; with torchrun on many processes."
     from rookworld_nb import run
     from rookworld_nb.config import PRESETS
-    from rookworld_nb.hardware import HardwareConfig, torchrun
+    from rookworld_nb.hardware import HardwareConfig
+    from rookworld_nb.ranks import torchrun
     from rookworld_nb.records import TensorBoardWriter, WandbWriter
     if (resume := config.get('resume')) and preset != 'nano':
         raise UsageError(f'--preset {preset}: not with --resume, which goes on with the settings of the run')

@@ -21,9 +21,9 @@ import torch
 from rapidfuzz.distance import Levenshtein
 from tokenizers import Tokenizer
 
-from .hardware import ALONE, Ranks
 from .model import GPT
 from .positions import OUTCOMES, Sample, outcome
+from .ranks import ALONE, Ranks
 from .rewards import PolicyTruth, RewardScorer, RewardTerms, find_truth, read_env, read_policy
 from .rules import EnvStep, legal_moves
 from .sampling import sample as sample_group

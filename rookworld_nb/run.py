@@ -40,12 +40,13 @@ from .config import FREE, MOVABLE, OPEN, RunError, TrainConfig, whole_answers
 from .credit import PartCredit
 from .evaluate import chance_line, compare, evaluate, recall_table, select_rows
 from .hardware import (
-    ALONE, SIZES, KeptForBackward, Ranks, adam_bytes, agree, kv_cache_bytes, prepare_model, search_batch,
-    set_allocator, tensor_bytes, torch_device, trim_memory, unchanged, use_hardware)
+    SIZES, KeptForBackward, adam_bytes, kv_cache_bytes, prepare_model, search_batch,
+    set_allocator, tensor_bytes, trim_memory, unchanged, use_hardware)
 from .model import GPT
 from .positions import (
     DataError, PromptMix, Sample, apart_from, by_task, is_rare, locked, read_lines,
     shipped, shipped_positions, spread, warn_malformed, with_history)
+from .ranks import ALONE, Ranks, agree, torch_device
 from .records import RunFolder, RunWriter, read_metrics, save_reward_curve, write_atomic, write_json
 from .rewards import PatientEngine, RewardScorer, default_reward, engine_questions, name_of
 from .rules import LABEL_NODES, Stockfish

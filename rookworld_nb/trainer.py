@@ -26,11 +26,12 @@ from torch import Tensor, nn
 from .buffer import Experience, RolloutBuffer, check_reference, share_of, stack_rows
 from .grpo import (
     IMPORTANCE_LEVELS, LOSS_TYPES, MissingInputError, count_items, gae, grpo_loss, place_rewards, value_loss)
-from .hardware import ALONE, Ranks, add_up, group_operations, product_rate
+from .hardware import group_operations, product_rate
 from .kl import (
     EXACT_KL, KL_ESTIMATORS, KLConfig, KLController, SettingError,
     check_count, check_option, exact_kl, per_token_kl)
 from .model import GPT
+from .ranks import ALONE, Ranks, add_up
 from .sampling import (
     Rollouts, at_tokens, completion_hidden, completion_logprobs, hidden_logprobs, in_tiles, tile_rows)
 

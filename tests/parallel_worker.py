@@ -12,9 +12,9 @@ import torch
 
 from rookworld_nb import trainer as trainer_module
 from rookworld_nb.buffer import BufferConfig, Collector, CollectorConfig, CountingTask, RolloutBuffer, counting_policy
-from rookworld_nb.hardware import ALONE, Ranks, agree, torchrun
 from rookworld_nb.kl import KLConfig
 from rookworld_nb.positions import PromptMix
+from rookworld_nb.ranks import ALONE, Ranks, agree, torchrun
 from rookworld_nb.trainer import Trainer, TrainerConfig
 
 COLLECT = {'baseline': 'group_mean', 'scale_rewards': 'batch', 'group_size': 4, 'temperature': 1., 'max_new_tokens_policy': 2,

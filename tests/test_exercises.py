@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 NBS = Path(__file__).resolve().parent.parent/'nbs'
-CHAPTERS = {path.stem: path for path in [*sorted(NBS.glob('[0-9][0-9]*.ipynb')), NBS/'gains.ipynb', NBS/'speed.ipynb']}
+CHAPTERS = {path.stem: path for path in [*sorted(NBS.glob('[0-9][0-9]*.ipynb')), NBS/'gains.ipynb', NBS/'processes.ipynb', NBS/'speed.ipynb']}
 REQUIRED = range(0, 28)
 EXERCISES, QUESTIONS = 3, 5
 ANSWER = re.compile(r'<details>\s*<summary>\s*Answer\s*</summary>(.*?)</details>', re.S)

@@ -22,10 +22,11 @@ from rookworld_nb.buffer import Experience, RolloutPart, share_of
 from rookworld_nb.checkpoint import read_checkpoint
 from rookworld_nb.config import RunError, TrainConfig
 from rookworld_nb.evaluate import evaluate
-from rookworld_nb.hardware import ALONE, HardwareError, RankError, Ranks, agree, torch_device, torchrun
+from rookworld_nb.hardware import HardwareError
 from rookworld_nb.model import GPT, GPTConfig
-from rookworld_nb.records import metric_rows
 from rookworld_nb.positions import Sample, shipped, write_lines
+from rookworld_nb.ranks import ALONE, RankError, Ranks, agree, torch_device, torchrun
+from rookworld_nb.records import metric_rows
 from rookworld_nb.rewards import RewardConfig, RewardScorer
 from rookworld_nb.run import Run, starting_config
 from rookworld_nb.sampling import Rollouts

@@ -13,10 +13,10 @@ from torch.testing import assert_close
 from rookworld_nb import trainer as trainer_module
 from rookworld_nb.buffer import BufferConfig, Collector, CollectorConfig, CountingTask, Experience, RolloutBuffer, counting_policy
 from rookworld_nb.grpo import MissingInputError, grpo_loss
-from rookworld_nb.hardware import ALONE
 from rookworld_nb.kl import KLConfig, SettingError
 from rookworld_nb.model import GPT
 from rookworld_nb.positions import PromptMix, Sample
+from rookworld_nb.ranks import ALONE
 from rookworld_nb.rewards import Scores
 from rookworld_nb.sampling import completion_logprobs, sample
 from rookworld_nb.trainer import (RECENT, Critic, FirstUpdateError, Health, Learning, MicroBatch, Trainer, TrainerConfig, accumulate_gradients, build_optimizer,
