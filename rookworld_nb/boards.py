@@ -20,7 +20,7 @@ from .positions import spread
 from .records import Rows
 from .rewards import PolicyTruth, RewardTerms, read_env, read_policy
 from .rules import InvalidFen, env_step, legal_moves
-from .tasks import EnvAnswer, PolicyAnswer, is_fen, is_uci, parse_env, parse_policy
+from .tasks import EnvAnswer, PolicyAnswer, is_uci, parse_env, parse_policy
 
 # %% ../nbs/23_boards.ipynb #624c9085
 GREEN, RED, SKY = '#15781b', '#c53030', '#2b7bba99'  # of legal arrows, of what is wrong, of the engine's squares
@@ -115,12 +115,11 @@ def env_diagrams(
     wrong = wrong_squares(answer.new_fen, truth.new_fen) if answer.new_fen else []
     squares = tuple((square, RED + '99') for square in wrong)
     lines = [(f'wrong squares: {" ".join(wrong)}', True)] if wrong else []
-    told = {'reward': (answer.reward, truth.reward), 'over': (answer.terminated, truth.terminated),
-            'illegal': (answer.truncated, truth.truncated)}
+    paid = answer.reward is not None and abs(answer.reward - truth.reward) < RewardTerms.reward_tolerance
+    told = {'reward': (truth.reward if paid else answer.reward, truth.reward),
+            'over': (answer.terminated, truth.terminated), 'illegal': (answer.truncated, truth.truncated)}
     if answer.new_fen:
         told = {'rest of the FEN': tuple(step.new_fen.partition(' ')[2] for step in (answer, truth))} | told
-    if answer.reward is not None and abs(answer.reward - truth.reward) < RewardTerms.reward_tolerance:
-        del told['reward']    # as it is paid
     lines += [(f'{name}: {said}, not {true}', True) for name, (said, true) in told.items() if said != true]
     happened = 'is illegal: the position stays' if truth.truncated else f'is played, reward {truth.reward:g}'
     note = f'{uci} {happened}', False
@@ -144,7 +143,7 @@ def row_diagrams(
     """What a sampled completion looks like on a board."""
     prompt, completion, target = str(row['prompt']), str(row['completion']), row.get('target')
     asked, reward = parse_env(prompt) if row['task'] == 'A' else parse_policy(prompt), f'reward {row["reward"]:.2f}'
-    if not asked.fen or not is_fen(asked.fen, strict=True): return []
+    if not asked.fen: return []
     try:
         if row['task'] == 'A':
             return env_diagrams(asked.fen, asked.uci or '', read_env(completion), f'environment, {reward}')

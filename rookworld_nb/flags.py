@@ -70,17 +70,13 @@ def flags_of(
     without: tuple[str, ...] = (),  # names of some that are no flags
 ) -> dict[str, Flag]:  # by name, in order; a parameter without an annotation is not a flag
     "Turn a signature into flags."
-    kinds, notes, defaults = typing.get_type_hints(target), {}, {}
+    kinds, notes = typing.get_type_hints(target), {}
     for cls in reversed(target.__mro__) if isinstance(target, type) else [target]:
         if cls is target or dataclasses.is_dataclass(cls):
             notes |= comments_in(inspect.getsource(cls))
-    if dataclasses.is_dataclass(target):
-        factories = {f.name: f.default_factory for f in dataclasses.fields(target)}
-        defaults = {name: make() for name, make in factories.items() if make is not dataclasses.MISSING}
     parameters = {name: p for name, p in inspect.signature(target).parameters.items()
                   if name in kinds and name not in without}
-    return {name: Flag(name, kinds[name], defaults.get(name, p.default), notes.get(name, ''),
-                       p.kind is p.VAR_POSITIONAL)
+    return {name: Flag(name, kinds[name], p.default, notes.get(name, ''), p.kind is p.VAR_POSITIONAL)
             for name, p in parameters.items()}
 
 # %% ../nbs/27_flags.ipynb #1263a69b

@@ -24,7 +24,7 @@ class Parent:
 
 @dataclasses.dataclass(frozen=True)
 class Child(Parent):
-    second: tuple[int, ...] = dataclasses.field(default_factory=lambda: (1, 2))  # of the child
+    second: tuple[int, ...] = (1, 2)  # of the child
 
 
 def test_inherited_fields_keep_their_comments():
