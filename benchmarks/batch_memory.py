@@ -17,7 +17,7 @@ from statistics import median
 import torch
 from rookworld_nb.config import TrainConfig
 from rookworld_nb.hardware import peak_memory, reset_peak
-from rookworld_nb.run import Setup
+from rookworld_nb.setup import Setup
 
 GROUP, PIECE = 8, 64
 

@@ -28,7 +28,7 @@ from rookworld_nb.positions import OUTCOMES, PromptMix, apart_from, by_task, rea
 from rookworld_nb.pretrain import read_excluded
 from rookworld_nb.rewards import RewardScorer
 from rookworld_nb.rules import LABEL_NODES, fen_key
-from rookworld_nb.run import training_samples
+from rookworld_nb.setup import training_samples
 from rookworld_nb.weights import interpolate, load_pretrained
 
 SHARD, ENV_SHARD, NODES, SEED = 2000, 1000, 2000, 10    # the prompts of nano's fourth pre-training, which had seed 9

@@ -25,7 +25,7 @@ def one(kind, prompts, steps, file):
     "Train in this process and write the seconds of every step but the first."
     from rookworld_nb.config import TrainConfig
     from rookworld_nb.ranks import ALONE, torchrun
-    from rookworld_nb.run import Setup
+    from rookworld_nb.setup import Setup
     with torchrun(300., 'cpu') as ranks:
         size = prompts*(ranks.size if kind == 'weak' else 1)
         config = TrainConfig(steps=steps + 1, batch_positions=size, eval_policy=0, eval_env=0, device='cpu', output_dir='none', seed=ranks.rank*(kind == 'apart'))

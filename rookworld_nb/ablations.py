@@ -27,7 +27,8 @@ from .config import FREE, TrainConfig
 from .kl import EXACT_KL
 from .records import read_metrics, write_atomic
 from .rewards import RewardScorer
-from .run import Run, alone_in, examine, read_object
+from .run import Run, alone_in, read_object
+from .setup import examine
 from .weights import load_pretrained
 
 # %% ../nbs/32_ablations.ipynb #391aef91

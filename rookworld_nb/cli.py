@@ -574,6 +574,7 @@ def train(
     from rookworld_nb.hardware import HardwareConfig
     from rookworld_nb.ranks import torchrun
     from rookworld_nb.records import TensorBoardWriter, WandbWriter
+    from rookworld_nb.setup import planned_work
     if (resume := config.get('resume')) and preset != 'nano':
         raise UsageError(f'--preset {preset}: not with --resume, which goes on with the settings of the run')
     writers = [lambda folder, _: TensorBoardWriter(folder/'tensorboard')] if tensorboard else []
@@ -583,7 +584,7 @@ def train(
             config = run.resumed_config(**config) if resume else PRESETS[preset](**config)
             if not plan:
                 run.train(config, writers, ranks)
-            elif (line := run.planned_work(run.Run(config, ranks))) and ranks.first:
+            elif (line := planned_work(run.Run(config, ranks))) and ranks.first:
                 emit(line)
         except ValueError as error:
             if preset != 'nano': error.add_note(f'where no value was given it is that of --preset {preset}')
@@ -680,7 +681,7 @@ def batch_size(
     settings = dict(locals())
     from rookworld_nb.config import TrainConfig
     from rookworld_nb.hardware import profile_lines
-    from rookworld_nb.run import Setup, profile_batches
+    from rookworld_nb.setup import Setup, profile_batches
     target, json = settings.pop('target'), settings.pop('json')
     record = profile_batches(Setup(TrainConfig(**settings)), target)
     for line in [record] if json else profile_lines(record): emit(line)

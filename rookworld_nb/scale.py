@@ -49,7 +49,8 @@ from .monitor import BLUE, MUTED, ORANGE, Picture
 from .records import metric_rows, optional_module, write_atomic
 from .report import command_line, png_of
 from .rewards import RewardScorer
-from .run import Run, Setup, finish, updates_per_batch
+from .run import Run, finish
+from .setup import Setup, updates_per_batch
 
 # %% ../nbs/33_scale.ipynb #47fa9075
 logger = logging.getLogger(__name__)

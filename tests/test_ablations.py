@@ -17,13 +17,13 @@ import pytest
 from rookworld_nb import ablations, cli
 from rookworld_nb.ablations import (DEFAULT, KEPT, SHARED, STUDIES, UNTRAINED, AblationError, cells_of, effects, keep, planned_runs,
                                     read_results, run_cell, run_place, run_study, settings_of)
-from rookworld_nb.config import BY_SIZE, SMALL, TrainConfig
+from rookworld_nb.config import BY_SIZE, SMALL, RunError, TrainConfig
 from rookworld_nb.evaluate import evaluate, select_rows
 from rookworld_nb.grpo import BASELINES, REWARD_SCALES
 from rookworld_nb.kl import KL_ESTIMATORS
 from rookworld_nb.records import read_completions
 from rookworld_nb.rewards import RewardScorer, Shaping
-from rookworld_nb.run import Run, RunError, resumed_config
+from rookworld_nb.run import Run, resumed_config
 from rookworld_nb.weights import ModelNameError
 
 TINY = {'steps': 2, 'batch_positions': 2, 'group_size': 2, 'max_new_tokens': 16, 'eval_policy': 2, 'eval_env': 2, 'eval_samples': 1, 'save_every': 1}

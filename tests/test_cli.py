@@ -333,7 +333,7 @@ def test_a_mistake_costs_one_line_and_creates_nothing(words, stdin, named, call,
     (cwd/'blank.csv').write_text(f'PuzzleId,FEN,Moves\nx,{START}, ')
     for module in ('suites', 'rules'):
         monkeypatch.setattr(f'rookworld_nb.{module}.find_stockfish', lambda path=None: find_engine(path))
-    monkeypatch.setattr('rookworld_nb.run.shipped', read_once)
+    monkeypatch.setattr('rookworld_nb.setup.shipped', read_once)
     before = sorted(cwd.rglob('*'))
     code, lines, errors = call(*words.split(), stdin=stdin)
     assert code == 2 and lines == []

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from rookworld_nb import cli, hardware, run
+from rookworld_nb import cli, hardware
 from rookworld_nb.hardware import (
     BatchSearch, HardwareConfig, HardwareError, KeptForBackward, MemoryProfile, adam_bytes, container_room, exact_precision, is_out_of_memory,
     kv_cache_bytes, matmul_error, memory_limit, peak_memory, prepare_model, proc_bytes, product_rate, reset_peak, search_batch, set_allocator, tensor_bytes,
@@ -19,7 +19,8 @@ from rookworld_nb.hardware import (
 from rookworld_nb.config import TrainConfig
 from rookworld_nb.kl import SettingError
 from rookworld_nb.model import GPT, GPTConfig, KVCache
-from rookworld_nb.run import Run, Setup, memory_components, profile_batches, run_state, trial_run
+from rookworld_nb.run import Run, run_state
+from rookworld_nb.setup import Setup, memory_components, profile_batches, trial_run
 from rookworld_nb.trainer import TrainerConfig, build_optimizer
 from rookworld_nb.weights import load_pretrained
 
@@ -84,7 +85,7 @@ def test_the_users_allocator_stands(monkeypatch):
 
 def test_a_run_sets_the_allocator_before_it_asks_for_its_device(monkeypatch, tmp_path):
     seen = []
-    monkeypatch.setattr(run, 'torch_device', lambda name, ranks: seen.append(os.environ.get('PYTORCH_CUDA_ALLOC_CONF')) or 'cpu')
+    monkeypatch.setattr('rookworld_nb.setup.torch_device', lambda name, ranks: seen.append(os.environ.get('PYTORCH_CUDA_ALLOC_CONF')) or 'cpu')
     Setup(TrainConfig(output_dir=str(tmp_path/'run'), cuda_allocator='max_split_size_mb:96'))
     assert seen == ['max_split_size_mb:96']
 
@@ -321,7 +322,7 @@ def setup(tmp_path):
 
 @linux
 def test_a_profile_leaves_weights_optimiser_prompts_and_random_numbers_alone(setup, monkeypatch):
-    monkeypatch.setattr(run, 'SIZES', ((2, 4), (3, 4)))
+    monkeypatch.setattr('rookworld_nb.setup.SIZES', ((2, 4), (3, 4)))
     steps = setup.trainer.run(setup.buffer)
     next(steps)                             # an optimiser, a buffer and a collector with a past
     setup.model.load_state_dict(setup.reference.state_dict())    # where a search takes place
@@ -354,7 +355,7 @@ def test_components_are_what_the_tensors_say(setup):
 
 @linux
 def test_the_command(monkeypatch, capsys):
-    monkeypatch.setattr(run, 'SIZES', ((1, 2), (2, 2)))
+    monkeypatch.setattr('rookworld_nb.setup.SIZES', ((1, 2), (2, 2)))
     assert cli.main(['batch-size', '--max-new-tokens', '8', '--group-size', '2']) == 0
     said = capsys.readouterr().out.splitlines()
     assert said[0].split()[0] == 'positions' and [line.split()[:3] for line in said[1:3]] == [['1', '2', '2'], ['2', '2', '4']]

@@ -23,19 +23,13 @@ import transformers
 
 import rookworld_nb.trainer
 from rookworld_nb.checkpoint import CheckpointError, checkpoints_of, newest_checkpoint, read_checkpoint, write_checkpoint
-from rookworld_nb.config import BY_SIZE, OPEN, RunError, TrainConfig
-from rookworld_nb.graphs import GraphDecoder
+from rookworld_nb.config import OPEN, RunError, TrainConfig
 from rookworld_nb.records import read_metrics
-from rookworld_nb.positions import by_task, is_rare, shipped, write_lines
-from rookworld_nb.rewards import EngineSilent
-from rookworld_nb.rules import LABEL_NODES, EngineNotFound, Stockfish, fen_key, find_stockfish
-from rookworld_nb.run import (Run, Setup, alone_in, closing_table, examine, heldout_samples, levers, planned_work, read_events, resumed_config, run_state, save_run, steer, train,
-                              training_samples, trial_run)
-from rookworld_nb.tasks import parse_env
-from rookworld_nb.weights import ModelNameError, load_pretrained, save_pretrained
-
-SHORT = TrainConfig(kl_coef=.02, mix_env_ratio=.2, replays=2, steps=4, batch_positions=5, group_size=4, eval_policy=6, eval_env=3, eval_samples=2, save_every=2, warmup_steps=1,
-                    max_positions=60, temperature=.7, device='cpu')
+from rookworld_nb.positions import shipped, write_lines
+from rookworld_nb.run import Run, alone_in, closing_table, levers, read_events, resumed_config, run_state, save_run, steer, train
+from rookworld_nb.setup import examine, planned_work
+from rookworld_nb.weights import load_pretrained, save_pretrained
+from short_runs import RATE, SHORT, TINY
 
 
 @pytest.fixture(scope='module')
@@ -171,88 +165,13 @@ def test_a_folder_that_is_no_run_is_not_gone_on_with(finished, tmp_path):
     with pytest.raises(RunError, match='holds a run already'): Run(replace(TINY, output_dir=str(tmp_path/'old')))
 
 
-def test_the_plan_counts_what_is_sampled(tmp_path):
-    for number, (changes, text) in enumerate((({'minibatch_positions': 4}, '3 on each of 3 batches of 6 prompts'), ({'max_age': 1}, '1 on each of 7 batches'))):
-        run = Run(replace(TINY, steps=7, batch_positions=6, buffer_capacity=1, max_new_tokens=8, output_dir=str(tmp_path/f'run-{number}'), **changes))
-        sampled = set()
-        for _ in run.steps(): sampled.add(run.buffer.newest.number)
-        assert text in planned_work(run) and f'of {len(sampled)} batches' in planned_work(run)
-
-
 def test_a_folder_with_a_run_is_refused(finished):
     with pytest.raises(RunError, match='holds a run already'):
         Run(replace(SHORT, output_dir=str(finished[1])))
 
 
-def test_heldout_positions_never_reach_training(tmp_path, caplog):
-    heldout = shipped('heldout')
-    write_lines(shipped('heldout')[:50] + shipped('stress')[:5] + shipped('train')[:50] + shipped('train')[-50:], tmp_path/'mixed.txt')
-    samples = training_samples(replace(SHORT, eval_policy=0, eval_env=0, data=str(tmp_path/'mixed.txt')))    # other runs examine them
-    assert f'{155 - len(samples)} of 155 lines show positions of the evaluation' in caplog.text
-    assert len(samples) == 100 and not {fen_key(s.fen) for s in samples} & {fen_key(s.fen) for s in heldout}
-
-
-def test_a_few_positions_are_taken_from_everywhere_in_the_file(tmp_path, caplog):
-    some = by_task(training_samples(replace(SHORT, max_positions=200)))
-    assert [len(some[task]) for task in 'PA'] == [200, 200] and sum(map(is_rare, some['A'])) > 10    # they stand at the end
-    assert not caplog.text
-    write_lines(by_task(shipped('train'))['A'][:20], tmp_path/'ordinary.txt')
-    training_samples(replace(SHORT, data=str(tmp_path/'ordinary.txt')))
-    assert '--rare-env-ratio 0.15: none of the 20 A: prompts' in caplog.text
-    asked = by_task(shipped('train'))['A']
-    write_lines([sample for sample in asked if not is_rare(sample)][:200] + [next(filter(is_rare, asked))], tmp_path/'few.txt')
-    training_samples(replace(SHORT, data=str(tmp_path/'few.txt'), max_positions=None))
-    assert '1 of the 201 A: prompts have a rare outcome, and each is dealt 35 times as often as another' in caplog.text
-
-
-@pytest.mark.parametrize('changes, message', [
-    (dict(data='nowhere.txt'), 'nowhere.txt'), (dict(device='cuda:99'), 'cuda:99'), (dict(reference_device='cuda:99'), '--reference-device cuda:99'), (dict(model='no-such-model'), 'no-such-model'),
-    (dict(eval_policy=10**6), '--eval-policy'), (dict(batch_positions=0), '--batch-positions 0'),
-    (dict(stockfish_path='/no/engine'), '/no/engine'), (dict(stockfish_path='/bin/true'), "/bin/true failed twice on 'uci'")])
-def test_bad_inputs_are_refused_before_anything_is_written(tmp_path, changes, message):
-    with pytest.raises(ValueError, match=message):
-        Run(replace(SHORT, output_dir=str(tmp_path/'run'), **changes))
-    assert not list(tmp_path.iterdir())
-
-
-def engine_is_there():
-    try:
-        return bool(find_stockfish())
-    except EngineNotFound:
-        return False
-
-
-@pytest.mark.stockfish
-@pytest.mark.skipif(not engine_is_there(), reason='Stockfish is not installed')
-def test_a_live_engine_can_judge(tmp_path):
-    run = Run(replace(SHORT, stockfish_path=find_stockfish(), output_dir=str(tmp_path/'live'), mix_env_ratio=0., eval_policy=0, eval_env=0))
-    assert isinstance(run.scorer.engine, Stockfish) and not any(sample.completion for sample in run.samples if sample.task == 'P')
-    assert next(run.steps())['reward'] != 0
-    asked = run.scorer.patient.asked
-    assert set(asked) <= {sample.fen for sample in run.samples} and all(question.done() for question in asked.values()) and asked
-    process = run.engine._process._popen
-    run.close()
-    assert process.poll() is not None
-
-
-def test_a_live_engine_that_is_dead_ends_the_run_even_in_small_batches(tmp_path):
-    dead = tmp_path/'engine'
-    dead.write_text('#!/bin/sh\nwhile read word rest; do case $word in uci) echo uciok;; isready) echo readyok;; position) exit 1;; esac; done\n')
-    dead.chmod(0o755)
-    run = Run(replace(SHORT, stockfish_path=str(dead), output_dir=str(tmp_path/'run'), mix_env_ratio=0., eval_policy=0, eval_env=0,
-                      batch_positions=3, group_size=2, replays=1, steps=20, max_new_tokens=8))
-    with pytest.raises(EngineSilent, match='8 questions in a row'):
-        list(run.steps())
-    rows = read_metrics(run.folder)
-    assert rows['completions/unjudged'].tolist() == [1.]*len(rows) and len(rows) <= 2  # the third batch asks the eighth question
-
-
 # killed and gone on with
 
-RATE = BY_SIZE['small']['lr']
-TINY = TrainConfig(steps=6, replays=2, batch_positions=3, group_size=3, minibatch_positions=2, buffer_capacity=2, mix_env_ratio=.4, eval_policy=0, eval_env=0,
-                   save_every=2, warmup_steps=2, max_new_tokens=20, baseline_type='ema', kl_control='adaptive', normalize_rewards=True,
-                   max_positions=60, reward_warmup_steps=4, device='cpu')
 TIMED = {'time', 'step_time', 'perf/gen_tok_s', 'perf/train_tok_s', 'perf/mfu'}
 
 
@@ -350,21 +269,6 @@ def test_a_run_that_another_has_overtaken_is_not_gone_on_with(tmp_path):
     assert list(third.steps()) == [] and [row['step'] for row in rows_of(first.folder)] == [1, 2, 3, 4, 5, 6, 7]    # its own are no others'
 
 
-def test_what_is_left_open_follows_from_the_size_of_the_model(tmp_path, monkeypatch):
-    save_pretrained(*load_pretrained('nano'), tmp_path/'mine')
-    config = replace(TINY, model=str(tmp_path/'mine'), replays=None, batch_positions=None, minibatch_positions=None, lr=3e-4, mix_env_ratio=None)
-    for limit, size in ((20_000_000, 'small'), (1000, 'large')):
-        monkeypatch.setattr('rookworld_nb.config.SMALL', limit)
-        run = Run(replace(config, output_dir=str(tmp_path/size)))
-        next(run.steps())
-        stored, expected = json.loads((run.folder/'config.json').read_text()), BY_SIZE[size] | {'lr': 3e-4}
-        assert {name: stored[name] for name in expected} == expected
-        used = run.trainer.config, run.collector.config, run.buffer.config
-        assert [used[0].lr, used[0].loss_type, used[0].kl.kl_coef, used[1].temperature, used[2].replays, run.prompts.batch_positions,
-                run.prompts.stream.share] == [
-            expected[name] for name in ('lr', 'loss_type', 'kl_coef', 'temperature', 'replays', 'batch_positions', 'mix_env_ratio')]
-
-
 def test_as_many_steps_as_the_default_can_be_asked_for(whole):
     steps = TrainConfig().steps
     assert resumed_config(output_dir=str(whole)).steps == 6 and resumed_config(output_dir=str(whole), steps=steps).steps == steps
@@ -410,18 +314,6 @@ def test_a_run_without_held_out_positions_says_how_it_ended_and_how_long_it_took
     again.started -= 1000
     save_run(again, 'final_checkpoint')
     assert run_state(Run(resumed_config(output_dir=str(tmp_path/'run'), steps=3)))['seconds'] > 1000
-
-
-def test_a_batch_is_tried_that_is_smaller_than_what_a_step_learns_from(tmp_path):
-    run = Run(replace(TINY, batch_positions=8, minibatch_positions=8, buffer_capacity=1, output_dir=str(tmp_path/'run'), steps=20,
-                      kl_warmup_steps=10))    # more than the trial's two steps
-    assert trial_run(run, 2, 2).trainer.step == 2 and run.config.minibatch_positions == 8 and run.trainer.step == 0
-
-
-def test_lines_of_the_evaluation_alone_are_named_as_such(tmp_path):
-    write_lines(shipped('heldout')[:20], tmp_path/'lines.txt')
-    config = TrainConfig(data=str(tmp_path/'lines.txt'))
-    with pytest.raises(ValueError, match='lines.txt: all its positions are those of the evaluation'): training_samples(config)
 
 
 def test_checkpoints_that_cannot_be_read_are_no_reason_to_start_again(whole, tmp_path):
@@ -616,17 +508,6 @@ def test_where_a_broken_run_goes_on_is_said(tmp_path, monkeypatch, capsys, caplo
     assert 'goes on after step 3' in capsys.readouterr().out and Run(resumed_config(output_dir=str(tmp_path/'other'))).trainer.step == 3
 
 
-def test_an_engine_does_not_outlive_a_failure(tmp_path, monkeypatch):
-    class Engine:
-        name, closed = 'an engine', []
-        def __init__(self, path, nodes): self.nodes = nodes
-        def __enter__(self): return self
-        def __exit__(self, *error): self.closed.append(self)
-    monkeypatch.setattr('rookworld_nb.run.Stockfish', Engine)
-    with pytest.raises(ModelNameError): Run(replace(TINY, stockfish_path='x', model='/no/such', output_dir=str(tmp_path/'run')))
-    assert [engine.nodes for engine in Engine.closed] == [LABEL_NODES]
-
-
 @pytest.mark.usefixtures('interruptible')
 def test_a_run_that_breaks_off_after_a_resume_can_still_be_gone_on_with(whole, tmp_path, monkeypatch):
     folder = shutil.copytree(whole, tmp_path/'run')
@@ -719,17 +600,6 @@ def test_a_poisoned_reward_is_saved_and_the_run_goes_on(tmp_path):
 
 # ---- steered by hand
 
-def test_evaluations_and_trials_give_back_what_a_decoder_keeps(tmp_path):
-    run = Setup(replace(SHORT, output_dir=str(tmp_path/'run')))
-    for model in (run.model, run.reference): model.decoder = GraphDecoder()
-    plain = examine(run)
-    assert not run.model.decoder.recorded and examine(run, run.reference).equals(plain) and not run.reference.decoder.recorded
-    trial_run(run, 2, 2)
-    assert not run.model.decoder.recorded
-    run.model.decoder = None
-    assert examine(run)['completion'].equals(plain['completion'])
-
-
 @pytest.fixture(scope='module')
 def steered(tmp_path_factory):
     "A run of four steps: after step 1 more KL, after step 2 half the rate, a checkpoint and a pause, after step 3 the end."
@@ -813,17 +683,6 @@ def test_a_diverged_run_that_is_given_more_steps_does_not_learn_from_the_failed_
     assert row['rollout_age'] == 0 and row['ratio_max'] == pytest.approx(1, abs=1e-3)
 
 
-def test_the_plan_says_where_a_number_is_only_the_least(tmp_path):
-    plan = lambda **changes: planned_work(Run(replace(SHORT, output_dir=str(tmp_path/'run'), **changes)))
-    assert 'at least' not in plan() and plan(buffer_capacity=2).count('at least') == 2 == plan(drop_tied=True).count('at least')
-
-
-def test_the_plan_says_why_whole_answers_are_paid(tmp_path):
-    plan = lambda **changes: planned_work(Run(replace(SHORT, output_dir=str(tmp_path/'run'), **changes)))
-    assert 'whole answers' not in plan() and 'whole answers' not in plan(credit='answer')
-    assert 'whole answers are paid, because of --kl-in-reward, --importance-level sequence' in plan(kl_in_reward=True, importance_level='sequence')
-
-
 def test_a_run_whose_step_was_broken_off_is_not_gone_on_with_as_it_is(tmp_path, monkeypatch):
     run = Run(replace(TINY, output_dir=str(tmp_path/'run')))
     steps = run.steps()
@@ -839,15 +698,6 @@ def test_a_lever_moved_by_a_number_of_numpy_can_be_gone_on_with(tmp_path):
     run = Run(replace(TINY, steps=2, save_every=1, kl_control='fixed', output_dir=str(tmp_path/'run')))
     for _ in run.steps(): steer(run, 'lr_scale', np.float64(.5))
     assert Run(resumed_config(output_dir=str(tmp_path/'run'))).events[0]['value'] == .5
-
-
-def test_an_answer_that_shows_a_held_out_position_is_left_out_too(tmp_path):
-    heldout, train_set = heldout_samples(SHORT), by_task(shipped('train'))
-    shown = train_set['A'][0]
-    telling = replace(shown, completion=shown.completion.replace(parse_env(shown.completion).new_fen, heldout[0].fen))
-    write_lines([telling, *train_set['P'][:3]], tmp_path/'data.txt')
-    assert heldout[0].fen in telling.completion
-    assert training_samples(replace(SHORT, data=str(tmp_path/'data.txt'))) == train_set['P'][:3]
 
 
 def test_a_stop_by_hand_does_not_change_what_a_recovery_goes_back_to(tmp_path):
@@ -971,19 +821,3 @@ def test_a_reward_that_is_no_number_is_refused_before_anything_is_learned(tmp_pa
     huge = Run(replace(TINY, output_dir=str(tmp_path/'huge')), reward_fn=lambda prompts, texts, components: [1e39]*len(texts))
     with pytest.raises(ValueError, match=r'not finite \(in float32\), the first is 1e\+39'): next(huge.steps())
     assert run.trainer.step == 0
-
-
-def test_weights_that_only_show_are_named(tmp_path, caplog):
-    Run(replace(SHORT, best_weight=40., fen_weight=30., output_dir=str(tmp_path/'run')))
-    assert '--best-weight, --fen-weight: shown in the reward' in caplog.text
-    caplog.clear()
-    Run(replace(SHORT, best_weight=40., credit='answer', output_dir=str(tmp_path/'run')))
-    assert 'shown in the reward' not in caplog.text
-
-
-def test_the_plan_counts_the_prompts_that_can_be_drawn(tmp_path):
-    run = Run(replace(TINY, output_dir=str(tmp_path/'run')))
-    counts = {task: len(pool) for task, pool in by_task(run.samples).items()}
-    assert f'{counts["P"]} P: and {counts["A"]} A: prompts to draw from' in planned_work(run)
-    alone = Run(replace(TINY, mix_env_ratio=0, output_dir=str(tmp_path/'run')))
-    assert f'; {counts["P"]} P: prompts to draw from' in planned_work(alone)

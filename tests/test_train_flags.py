@@ -217,7 +217,7 @@ def test_compiled_blocks_train_the_same(plain, tmp_path, capsys):
 
 @pytest.fixture
 def few_sizes(monkeypatch):
-    monkeypatch.setattr('rookworld_nb.run.SIZES', ((2, 4), (3, 4)))
+    monkeypatch.setattr('rookworld_nb.setup.SIZES', ((2, 4), (3, 4)))
 
 
 def test_the_search_chooses_the_batch_and_leaves_no_trace(few_sizes, tmp_path, capsys):
