@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['logger', 'TABLE_COLUMNS', 'Rows', 'write_atomic', 'plain', 'write_json', 'metric_rows', 'read_metrics', 'mend_tail',
-           'metrics_line', 'read_completions', 'RunFolder', 'RunWriter', 'save_reward_curve', 'MissingExtraError',
-           'optional_module', 'measured', 'MetricWriter', 'TensorBoardWriter', 'WandbWriter']
+           'metrics_line', 'read_completions', 'RunFolder', 'MetricWriter', 'RunWriter', 'save_reward_curve',
+           'MissingExtraError', 'optional_module', 'measured', 'TensorBoardWriter', 'WandbWriter']
 
 # %% ../nbs/20_records.ipynb #dd804c40
 import csv
@@ -20,7 +20,7 @@ from dataclasses import asdict, is_dataclass
 from numbers import Real
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Self
 
 import pandas as pd
 
@@ -169,8 +169,28 @@ class RunFolder:
         """Write summary.json."""
         return write_json(self.folder/'summary.json', values)
 
+# %% ../nbs/20_records.ipynb #b59e1465
+class MetricWriter:
+    "Takes rows of metrics somewhere; a context manager."
+
+    def log(
+        self,
+        metrics: Mapping[str, float],  # one row, with 'step' and perhaps 'time' (Unix, s)
+    ) -> str | None:  # what the console shows, of a writer that has a word for it
+        "Write one optimiser step."
+        raise NotImplementedError
+
+    def close(self) -> None:
+        "Write what is waiting, and end."
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *failure) -> None:
+        self.close()
+
 # %% ../nbs/20_records.ipynb #ffdc3b84
-class RunWriter(RunFolder):
+class RunWriter(RunFolder, MetricWriter):
     """The run folder with its growing files too: config.json, metrics.jsonl, train.log, completions/, summary.json."""
     def __init__(
         self,
@@ -207,9 +227,6 @@ class RunWriter(RunFolder):
         """Close the files; the folder can be opened again later."""
         for file in (self._metrics, self._log): file.close()
 
-    def __enter__(self) -> 'RunWriter': return self
-    def __exit__(self, *failure) -> None: self.close()
-
 # %% ../nbs/20_records.ipynb #4e763700
 def save_reward_curve(
     table: Mapping[str, Sequence[float]],  # metrics by column, as `read_metrics` returns them
@@ -242,26 +259,6 @@ def measured(
     "What was measured in a step."
     return {name: value for name, value in numbers_of(metrics).items()
             if name not in ('step', 'time') and not math.isnan(value)}
-
-# %% ../nbs/20_records.ipynb #b59e1465
-class MetricWriter:
-    "Takes rows of metrics somewhere; a context manager."
-
-    def log(
-        self,
-        metrics: Mapping[str, float],  # one row, with 'step' and perhaps 'time' (Unix, s)
-    ) -> None:
-        "Write one optimiser step."
-        raise NotImplementedError
-
-    def close(self) -> None:
-        "Write what is waiting, and end."
-
-    def __enter__(self) -> 'MetricWriter':
-        return self
-
-    def __exit__(self, *failure) -> None:
-        self.close()
 
 # %% ../nbs/20_records.ipynb #98ca12bb
 class TensorBoardWriter(MetricWriter):

@@ -34,7 +34,8 @@ from .evaluate import chance_line, compare, recall_table, select_rows
 from .hardware import trim_memory
 from .positions import locked
 from .ranks import ALONE, Ranks, agree
-from .records import RunFolder, RunWriter, read_metrics, save_reward_curve, write_atomic, write_json
+from .records import (
+    MetricWriter, RunFolder, RunWriter, read_metrics, save_reward_curve, write_atomic, write_json)
 from .rewards import default_reward, name_of
 from .setup import Setup, choose_batch, examine, glance, planned_work, run_folder
 from .trainer import restore_trainer, trainer_state
@@ -166,11 +167,8 @@ def asked_for(
     return {name: value for name, value in asdict(config).items() if not made_by_hand or value != default[name]}
 
 # %% ../nbs/30_run.ipynb #ab3e0bbf
-class NoWriter:
+class NoWriter(MetricWriter):
     "A writer that writes nothing: of several processes only the first keeps the run folder."
-    def __enter__(self) -> 'NoWriter': return self
-    def __exit__(self, *error) -> None: pass
-
     def log(
         self,
         metrics: dict[str, float],  # one row
