@@ -1,5 +1,7 @@
 """What several files of tests share. Properties are tried on the same examples in every run, so that a red light means a change;
 `pytest --hypothesis-profile=varied` looks for new ones."""
+import os
+
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
@@ -24,3 +26,15 @@ def level_of_float32():
     "A run sets the level of float32 products for its process, on some machines to another than torch's own: not for the next test."
     yield
     torch.set_float32_matmul_precision('highest')
+
+
+@pytest.fixture
+def put_back(monkeypatch):
+    "No setting of CUDA's allocator to begin with; afterwards what a run sets for its process is as it was."
+    for name in ('PYTORCH_ALLOC_CONF', 'PYTORCH_CUDA_ALLOC_CONF'):
+        monkeypatch.delenv(name, raising=False)
+    level = torch.get_float32_matmul_precision()
+    yield
+    torch.set_float32_matmul_precision(level)
+    torch.backends.cudnn.benchmark = False
+    os.environ.pop('PYTORCH_CUDA_ALLOC_CONF', None)

@@ -29,16 +29,7 @@ TINY = GPTConfig(n_layer=3, n_head=2, n_embd=16, vocab_size=11, n_positions=32)
 MB = 2**20
 
 
-@pytest.fixture(autouse=True)
-def put_back(monkeypatch):
-    "Leave the settings of the process as they were."
-    for name in ('PYTORCH_ALLOC_CONF', 'PYTORCH_CUDA_ALLOC_CONF'):
-        monkeypatch.delenv(name, raising=False)
-    level = torch.get_float32_matmul_precision()
-    yield
-    torch.set_float32_matmul_precision(level)
-    torch.backends.cudnn.benchmark = False
-    os.environ.pop('PYTORCH_CUDA_ALLOC_CONF', None)
+pytestmark = pytest.mark.usefixtures('put_back')
 
 
 # ---- settings

@@ -138,8 +138,8 @@ recomputed = 0
 
 
 @pytest.fixture(autouse=True)
-def counted_and_put_back(monkeypatch):
-    "Count the blocks that backward has to compute again; leave the settings of the process as they were."
+def counted(put_back, monkeypatch):
+    "Count the blocks that backward has to compute again."
     global recomputed
     recomputed, once = 0, model.checkpoint
 
@@ -148,13 +148,6 @@ def counted_and_put_back(monkeypatch):
         recomputed += 1
         return once(*inputs, **options)
     monkeypatch.setattr(model, 'checkpoint', counting)
-    for name in ('PYTORCH_ALLOC_CONF', 'PYTORCH_CUDA_ALLOC_CONF'):
-        monkeypatch.delenv(name, raising=False)
-    before = torch.get_float32_matmul_precision()
-    yield
-    torch.set_float32_matmul_precision(before)
-    torch.backends.cudnn.benchmark = False
-    os.environ.pop('PYTORCH_CUDA_ALLOC_CONF', None)
 
 
 def summary(run, task, name):
