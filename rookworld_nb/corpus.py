@@ -233,7 +233,7 @@ def _way_to_be_illegal(rng: random.Random) -> str:
 
 
 def _illegal_in(way: str, board: chess.Board, rng: random.Random) -> list[chess.Move]:
-    "The moves of the position that are illegal in that way."
+    "The suspects of that way that are illegal; of `target` and `reach` a few for another reason."
     return [move for move in _suspects(way, board, rng) if not board.is_legal(move)]
 
 # %% ../nbs/15_corpus.ipynb #b1be9d0a

@@ -95,7 +95,7 @@ def token_parts(
     return [owners[end - 1] if piece else 0 for end, piece in zip(accumulate(map(len, pieces)), pieces)]
 
 # %% ../nbs/09_credit.ipynb #c893feaa
-LARGEST = 5.  # advantage; where one answer alone in a batch differs, the spread is small and it would have 13
+LARGEST = 5.  # advantage; where one answer alone in a batch differs, the spread is small and it would have 11
 
 
 def part_advantages(

@@ -25,7 +25,7 @@ from .model import GPT
 from .positions import OUTCOMES, Sample, outcome
 from .ranks import ALONE, Ranks
 from .rewards import PolicyTruth, RewardScorer, RewardTerms, find_truth, read_env, read_policy
-from .rules import EnvStep, legal_moves
+from .rules import EnvStep
 from .sampling import sample as sample_group
 from .tasks import ANSWER_TOKENS, MAX_MOVES, parse_env, parse_policy
 
@@ -131,7 +131,7 @@ def move_class(
 ) -> str:            # one of CLASSES
     """The class of a move: its outcome if that is special, else its kind."""
     what = outcome(truth)
-    if what != 'ordinary' or uci not in legal_moves(fen):    # a stored target may call an impossible move ordinary
+    if what != 'ordinary':
         return what
     board, move = chess.Board(fen), chess.Move.from_uci(uci)
     if move.promotion:
@@ -174,7 +174,7 @@ def metrics_table(
     samples: Sequence[Sample],           # prompts with stored targets
     texts: Sequence[str],                # completions; samples_per_prompt of them for each sample, in order
     temperature: float = 0.,             # they were sampled at, for the record
-    scorer: RewardScorer | None = None,  # pays the reward column; None is the default configuration
+    scorer: RewardScorer | None = None,  # pays the reward column; None is RewardScorer(), which pays in steps
 ) -> pd.DataFrame:                       # one row a completion, HELDOUT_COLUMNS; NaN for the other task's metrics
     """Measure given completions."""
     if isinstance(texts, str):
@@ -219,7 +219,7 @@ def evaluate(
     samples: Sequence[Sample],            # held-out prompts with stored targets, both tasks in any order
     temperature: float = 0.,              # of sampling; 0 is greedy
     seed: int = 0,                        # of the noise
-    scorer: RewardScorer | None = None,   # pays the reward column; None is the default configuration
+    scorer: RewardScorer | None = None,   # pays the reward column; None is RewardScorer(), which pays in steps
     samples_per_prompt: int = 1,          # completions of each prompt
     max_new_tokens: int = ANSWER_TOKENS,  # longest completion
     batch_size: int = 256,                # completions sampled together, whole groups

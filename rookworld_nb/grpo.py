@@ -291,9 +291,12 @@ def place_rewards(
     completion_mask: Tensor,  # (N, T) True up to and including the end token
 ) -> Tensor:                  # (N, T) the reward at the last active token, 0 elsewhere
     "Turn rewards of completions into rewards of tokens."
+    if rewards.shape != completion_mask.shape[:1]:
+        raise BatchShapeError(f'rewards are {tuple(rewards.shape)}, completion_mask {tuple(completion_mask.shape)}; '
+                              'one reward per completion is needed')
     mask = completion_mask.bool()
     last = mask & (mask.cumsum(1) == mask.sum(1, keepdim=True))
-    return last * rewards.unsqueeze(1)
+    return torch.where(last, rewards.unsqueeze(1), rewards.new_zeros(()))
 
 
 def gae(
@@ -306,6 +309,7 @@ def gae(
     "Generalised advantage estimation along the tokens of each completion, never across completions."
     for name, value in (('gamma', gamma), ('gae_lambda', gae_lambda)):
         if not 0 <= value <= 1: raise SettingError(f'{name}={value} must be between 0 and 1')
+    check_shapes(token_rewards=token_rewards, values=values, completion_mask=completion_mask)
     mask = completion_mask.bool()
     values, token_rewards = (x.detach().masked_fill(~mask, 0.0) for x in (values, token_rewards))
     advantages, future = torch.zeros_like(values), values.new_zeros(len(values))

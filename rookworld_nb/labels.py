@@ -188,7 +188,7 @@ def label_shard(
                 except ValueError as error: bad.append(str(error))
             os.fsync(file.fileno())
         note = {'lines': len(labelled_in(part)), 'single': single, 'malformed': len(bad), 'failed': len(failed),
-                'first': [*bad[:1], *failed[:1]]}
+                'first': [bad[:1], failed[:1]]}
         job.place('note', shard).write_text(json.dumps(note), encoding='utf-8')
         os.replace(part, job.place('done', shard))
         return True
@@ -240,7 +240,8 @@ def told(
     "Add up what the shards note, and log the first line of each kind that was left out."
     notes = [json.loads(path.read_text(encoding='utf-8')) for path in sorted(folder.glob('note-*'))]
     totals = {name: sum(note[name] for note in notes) for name in ('lines', 'single', 'malformed', 'failed')}
-    if first := [reason for note in notes for reason in note['first']][:2]:
+    kinds = zip(*(note['first'] for note in notes))    # malformed, failed: of every shard none or one
+    if first := [reason for reasons in kinds for reason in sum(reasons, [])[:1]]:
         logger.warning('%d lines are left out: %s', totals['malformed'] + totals['failed'], '; '.join(first))
     return totals
 

@@ -159,7 +159,7 @@ class Block(nn.Module):
 def pad_vocabulary(
     embedding: Tensor,  # (V, D)
 ) -> Tensor:            # (V', D), on a GPU V' is the next multiple of 64, elsewhere V
-    "Rows of zeros below: the products of a GPU are several times as fast where sizes are even."
+    "Rows of zeros below: a product on a GPU is several times as fast where its sizes are multiples of 64."
     missing = -len(embedding) % 64 if embedding.is_cuda else 0
     return F.pad(embedding, (0, 0, 0, missing)) if missing else embedding
 
@@ -412,7 +412,7 @@ def attend_repeated(
     rows: Tensor | None = None,  # (N,) int64
     n_slots: int = 0,            # B*G
 ) -> Tensor:                     # (N, H, T, d)
-    'The same in one attention, for which each row gets a copy of its prompt: faster where a kernel keeps the scores.'
+    'The same in one attention, each row with a copy of its prompt: faster where a kernel never writes the scores.'
     (N, _, T, _), S, B = q.shape, k.shape[2], len(prompt_k)
     if bias is None: bias = q.new_zeros(B, 1, 1, prompt_k.shape[2])
     def for_rows(x): return x.repeat_interleave((n_slots or N)//B, 0)[slice(None) if rows is None else rows]
@@ -429,7 +429,8 @@ def continuing(
     'The rule of a continuation: every token sees its prompt, the own tokens before it and itself.'
     B, (N, T) = len(prefix.lengths), ids.shape
     rows, past, n_slots = (None, 0, N) if cache is None else (cache.rows, cache.length, cache.n_slots or N)
-    if n_slots % B or N != (n_slots if rows is None else len(rows)):
+    if n_slots % B: raise SequenceError(f'{n_slots} rows cannot continue {B} prompts with equally many samples each')
+    if N != (n_slots if rows is None else len(rows)):
         raise SequenceError(f'{N} rows cannot continue {B} prompts with {n_slots//B} samples each'
                             + ('' if rows is None else f', of which {len(rows)} are left'))
     start = prefix.lengths.repeat_interleave(n_slots//B)                                   # (B*G,)

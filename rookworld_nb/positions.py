@@ -375,6 +375,7 @@ def with_history(
     plies: int,                 # moves that an A: prompt shows, the last ones, at most; 1 or more
 ) -> list[Sample]:              # in their order
     "Shorten the history of A: prompts to what a model is used to."
+    if plies < 1: raise DataError(f'plies={plies}: an A: prompt shows at least the move itself')
     asked = [(sample, parse_env(sample.line) if sample.task == 'A' else None) for sample in samples]
     return [sample if env is None or len(env.history) <= plies else
             replace(sample, prompt=env_prompt(env.fen, env.uci, env.history[-plies:])) for sample, env in asked]
@@ -397,8 +398,8 @@ def prompt_pools(
 ) -> dict[str, list[Sample]]:  # 'P' and 'A' -> the samples of that task
     "Sort samples by task, or raise a DataError where the mix cannot be dealt from them."
     pools = by_task(samples)
-    if batch_positions < 1:
-        raise DataError(f'batch_positions={batch_positions}: a batch needs at least 1 prompt')
+    if not isinstance(batch_positions, int) or batch_positions < 1:
+        raise DataError(f'batch_positions={batch_positions!r}: a batch needs a whole number of prompts, at least 1')
     for name, share in (('mix_env_ratio', mix_env_ratio), ('rare_env_ratio', rare_env_ratio or 0)):
         if not 0 <= share <= 1: raise DataError(f'{name}={share} is not a share between 0 and 1')
     for task, share in (('P', 1-mix_env_ratio), ('A', mix_env_ratio)):
@@ -550,6 +551,6 @@ def reason_of(
     failure: Exception,  # of a write
     going_on: BaseException | None = None,  # what was under way already, and is not the reason
 ) -> BaseException:      # itself, or what it came after
-    "What the system says: PyTorch, whose file cannot be written, tells of its own state."
+    "The system's own error, where a library has put one of its own in front of it."
     own = isinstance(failure, OSError) or failure.__context__ in (None, going_on)
     return failure if own else failure.__context__

@@ -254,7 +254,8 @@ def read_policy(
 ) -> PolicyAnswer:  # unreadable if it brings a position of its own
     """Read what stands behind a policy prompt; a text that occurs again is not parsed again."""
     answer = parse_policy(text)
-    return answer if answer.fen is None else PolicyAnswer(clean=False)
+    restated = answer.fen is not None or text.lstrip().startswith('P:')    # what stands there may be no position
+    return PolicyAnswer(clean=False) if restated else answer
 
 
 @lru_cache(maxsize=1024)

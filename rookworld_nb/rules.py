@@ -367,7 +367,8 @@ class StockfishPool(_Closing):
         workers: int = 2,  # engine processes
         **options: Any,    # as for Stockfish: path, nodes, multipv, hash_mb, timeout, cache, fresh
     ):
-        if workers < 1: raise EngineError(f"workers must be at least 1, not {workers!r}")
+        if not isinstance(workers, int) or workers < 1:
+            raise EngineError(f"workers must be a whole number of at least 1, not {workers!r}")
         cache = options.pop('cache', None)
         self.cache = AnalysisCache(cache) if isinstance(cache, (str, Path)) else cache
         self.engines = [Stockfish(cache=self.cache, **options) for _ in range(workers)]

@@ -328,7 +328,7 @@ def mate_candidates(
 
 def mate_puzzles(
     count: int = 300,                        # how many
-    seed: int = 2,                           # everything follows from it; pre-training data were made with 0 and 1
+    seed: int = 2,                           # everything follows from it
     exclude: Collection[str] = frozenset(),  # fen_key of positions that must not occur
 ) -> list[Puzzle]:  # distinct by fen_key, games and boards in turn
     """Make mate-in-one puzzles; every mating move is right."""
