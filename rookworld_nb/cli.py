@@ -298,9 +298,9 @@ def label(
         return emit(json.dumps(label_files(job, input, processes)))
     at_least_one(processes=processes, shards=shards)
     if output: check_output(output)
-    wanted = dict.fromkeys(fen_in(line) for line in input_lines(fens, 'FENs'))
-    for number, fen in enumerate(wanted, 1):
-        try: wanted[fen] = count_moves(fen)
+    wanted = {}
+    for number, fen in enumerate(map(fen_in, input_lines(fens, 'FENs')), 1):
+        try: wanted[fen] = wanted.get(fen) or count_moves(fen)
         except ValueError as error: raise UsageError(f'position {number}: {str(error)[:300]}') from None
     with (StockfishPool(processes, path=stockfish_path, nodes=nodes) as pool,
           locked(output) if output else nullcontext(True) as mine):
@@ -422,6 +422,7 @@ def suite_openings(
     if games % 2 or not 2 <= games <= len(openings):
         most = len(openings)//2*2
         raise UsageError(f'--games {games}: must be even, 2 to {most}; there are {len(openings)} openings')
+    if len({*levels}) < len(levels): raise UsageError(f'--levels {as_text(levels)}: the same more than once')
     for level in levels if 'stockfish' in suite else ():
         with stockfish_opponent(level, stockfish_path): pass
     return openings[:games]
@@ -564,7 +565,7 @@ def as_columns(
 def train(
     config,                    # what was given of a config.TrainConfig, one flag each
     preset: Literal['nano', 'rtx4090', 'emergency'] = 'nano',  # settings to start from; other flags overrule them
-    plan: bool = False,         # print what would be done, and stop
+    plan: bool = False,         # print what would be done, and stop; with --auto-batch-size the batch is measured
     tensorboard: bool = False,  # write the metrics for TensorBoard too, into the run folder
     wandb: str | None = None,   # send the metrics to this Weights & Biases project too; none: stay offline
 ) -> None:
@@ -587,7 +588,7 @@ def train(
             elif (line := planned_work(run.Run(config, ranks))) and ranks.first:
                 emit(line)
         except ValueError as error:
-            if preset != 'nano': error.add_note(f'where no value was given it is that of --preset {preset}')
+            if preset != 'nano': error.add_note(f'what was not given is that of --preset {preset}')
             raise
 
 # %% ../nbs/34_cli.ipynb #479a0a9a
@@ -618,7 +619,7 @@ def ablate(
     workers: int = 1,                         # runs side by side
 ) -> None:
     "Train nano with one setting changed at a time, in runs of 32 updates, and say what the change did."
-    from rookworld_nb.ablations import UNTRAINED, cells_of, effects, run_study
+    from rookworld_nb.ablations import DEFAULT, REFERENCES, STUDIES, UNTRAINED, cells_of, effects, run_study
     from rookworld_nb.labels import Progress
     cells, progress = cells_of(studies), None
     for results in run_study(output_dir, studies, seeds, workers):
@@ -626,8 +627,11 @@ def ablate(
         done = results.loc[results['cell'] != UNTRAINED, ['cell', 'seed']].drop_duplicates()
         progress = progress or Progress(len(cells)*seeds, len(done))
         logger.info('runs: %s', progress(len(done)))
-    table = effects(results)
-    emit(table.to_string(float_format='{:.4f}'.format, na_rep=''))
+    for study in studies or STUDIES:
+        reference = REFERENCES.get(study, DEFAULT)
+        table = effects(results, reference=reference).loc[list(dict.fromkeys([reference, *STUDIES[study]]))]
+        emit(f'{study}: gain of the held-out reward of sampled P: answers; effect against {reference!r}')
+        emit(table.to_string(float_format='{:.4f}'.format, na_rep='') + '\n')
 
 
 def search(
@@ -799,7 +803,7 @@ def main(
         elif not is_input_error(error):
             raise
         text = f'{error.filename or "output"}: {error.strerror}' if isinstance(error, OSError) else str(error)
-        text = ', '.join([text, *getattr(error, '__notes__', ())])    # in which run it was
+        text = '; '.join([text, *getattr(error, '__notes__', ())])    # in which run it was
         sys.stderr.write(f'{place}: {" ".join(text.split())}\n')
         return 2
 

@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 from .buffer import BufferConfig, CollectorConfig, check_room
 from .credit import paid_whole
 from .grpo import BASELINES
-from .hardware import HardwareConfig
+from .hardware import SIZES, HardwareConfig
 from .kl import EXACT_KL, KLConfig
 from .rewards import RewardConfig, RewardTerms, Shaping
 from .tasks import ANSWER_TOKENS, HISTORY_PLIES
@@ -96,9 +96,9 @@ class UpdateOptions:
     weight_decay: float = 0.01        # of AdamW, on matrices only
     grad_clip: float = 1.0            # longest gradient
     minibatch_positions: int | None = None  # prompts an optimiser step learns from; none: those of a batch
-    micro_batch_size: int | None = None  # completions per forward; none: some 1500 tokens on a CPU, a task on a GPU
-    clip_range: float = 0.2           # the ratio, 1 on a batch's first update, is clipped to 1 - clip_range ...
-    clip_range_high: float | None = None  # ... 1 + clip_range_high; none: the same
+    micro_batch_size: int | None = None  # completions per forward; none: some 1500 tokens on a CPU, all on a GPU
+    clip_range: float = 0.2           # the ratio, 1 on a batch's first update, is clipped below 1 - clip_range
+    clip_range_high: float | None = None  # and above 1 + clip_range_high; none: 1 + clip_range
     importance_level: str = 'token'   # the ratio is of each token or of the whole sequence (GSPO): token | sequence
     loss_type: str | None = None      # averaging: dapo | grpo | bnpo | dr_grpo; none: grpo small, dapo large
     kl_coef: float | None = None      # weight of the KL to the start; none: 0.2 for a small model, 0.02 a large one
@@ -110,8 +110,8 @@ class UpdateOptions:
     kl_warmup_steps: int = 0          # first steps, in which kl_coef is multiplied by kl_warmup_factor
     kl_warmup_factor: float = 0.0     # what kl_coef is multiplied by in the first kl_warmup_steps steps
     kl_divergence_threshold: float | None = 0.5  # mean KL, nats per token, above which a run has failed; none: no limit
-    kl_tail_threshold: float | None = None  # the same for the 95th percentile of the KL
-    kl_spike_factor: float | None = None  # the same for a KL so many times its running mean, or kl_target if larger
+    kl_tail_threshold: float | None = None  # 95th percentile of the KL above which a run has failed; none: no limit
+    kl_spike_factor: float | None = None  # a KL so many times its mean (or kl_target, if larger) fails; none: no limit
     max_recoveries: int = 3           # returns of a diverged run to its last good state, each at half the rate
     entropy_coef: float = 0.0         # weight of the entropy bonus
     use_gae: bool = False             # advantages of tokens from a value head instead of the group's
@@ -251,6 +251,7 @@ def check_flags(
         wrong['eval_every'] = 'there is nothing to look at; give --eval-policy or --eval-env'
     for name in ('mix_env_ratio', 'rare_env_ratio'):
         if not 0 <= (values[name] or 0) <= 1: wrong[name] = 'must be 0 to 1'
+    if (config.history_plies or 1) > HISTORY_PLIES: wrong['history_plies'] = f'a prompt shows 1 to {HISTORY_PLIES}'
     if size and config.group_size > 0 and size % config.group_size and config.group_size % size:
         wrong['micro_batch_size'] = f'must divide --group-size {config.group_size} or be a multiple of it'
     for name, why in (*wrong.items(), *idle_flags(config).items()):
@@ -277,8 +278,8 @@ class TrainConfig(HardwareConfig, UpdateOptions, RewardOptions, PromptOptions): 
             raise RunError(f'--credit part: whole answers are needed for {" and ".join(asked)}; say --credit answer')
         full = self if None not in (getattr(self, name) for name in OPEN) else self.for_size(SMALL)
         full.collector, full.trainer, full.buffer, full.rewards    # each checks its own part; the second divides by T
-        if self.batch_positions is not None and not self.auto_batch_size:    # else it is searched for
-            check_room(full.buffer, self.batch_positions)
+        most = SIZES[-1][0] if self.auto_batch_size else self.batch_positions
+        if most is not None: check_room(full.buffer, most)
 
     def for_size(
         self,

@@ -48,7 +48,7 @@ class HardwareError(ValueError):
 @dataclass(frozen=True)
 class HardwareConfig:
     "How the machine is used; the defaults give up no precision."
-    matmul_precision: str = 'auto'    # of float32 products: highest | high (TF32 on a GPU) | medium; auto: an exact one
+    matmul_precision: str = 'auto'    # of float32 products: highest | high (GPU: TF32) | medium; auto: exact ones
     bf16: bool = False                # multiply in bfloat16 inside the model's blocks; weights and logits stay float32
     compile: str | None = None        # torch.compile: default | max-autotune-no-cudagraphs; none: not
     cuda_graphs: bool = True          # on a GPU: record a step of sampling once, and play it back for every token

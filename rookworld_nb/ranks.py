@@ -177,5 +177,6 @@ def torch_device(
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         here = ['auto', 'cpu'] + [f'cuda:{i}' for i in range(torch.cuda.device_count())]
         why, *_ = str(error).splitlines() or ['']
+        if why.startswith('Expected one of'): why = 'no such kind of device'    # and names all that are anywhere
         raise HardwareError(f'{flag} {name}: cannot be used here ({why}); valid: {", ".join(here)}') from None
     return name

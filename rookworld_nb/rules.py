@@ -46,7 +46,9 @@ def parse_board(
     except (ValueError, AttributeError, TypeError) as error:
         raise InvalidFen(f"not a FEN: {fen!r} ({error})") from None
     problems = board.status()
-    if problems & ~_HARMLESS: raise InvalidFen(f"impossible position: {fen!r} ({problems & ~_HARMLESS!r})")
+    if grave := problems & ~_HARMLESS:
+        why = ', '.join(flag.name.lower().replace('_', ' ') for flag in grave)
+        raise InvalidFen(f"impossible position: {fen!r} ({why})")
     if problems & chess.STATUS_INVALID_EP_SQUARE: board.ep_square = None    # or a pawn could capture nothing there
     return board
 

@@ -31,6 +31,7 @@ from .checkpoint import (
     newest_checkpoint, put_back, sweep, write_checkpoint)
 from .config import FREE, MOVABLE, OPEN, RunError, TrainConfig
 from .evaluate import chance_line, compare, recall_table, select_rows
+from .flags import as_text
 from .hardware import trim_memory
 from .positions import locked
 from .ranks import ALONE, Ranks, agree
@@ -145,8 +146,8 @@ def resumed_config(
         if name not in stored:
             raise RunError(f'{name}: no such setting')
         if name not in (*FREE, *MOVABLE) and stored[name] != value:
-            raise RunError(f'--{name.replace("_", "-")} {value}: the run in {folder} has {stored[name]}, and '
-                           '--resume goes on with it as it is; start a new run instead')
+            raise RunError(f'--{name.replace("_", "-")} {as_text(value)}: the run in {folder} has '
+                           f'{as_text(stored[name])}, and --resume goes on with it as it is; start a new run instead')
     engine = stored['stockfish_path']
     if ((path := asked.get('stockfish_path', engine)) is None) != (engine is None):
         raise RunError(f'--stockfish-path {path}: the run in {folder} was started {"with" if engine else "without"} an '

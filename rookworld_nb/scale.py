@@ -41,7 +41,7 @@ import pandas as pd
 import torch
 
 from .config import FREE, TrainConfig
-from .evaluate import ROUNDING, evaluate, wilson_interval
+from .evaluate import ROUNDING, evaluate, student_t, wilson_interval
 from .flags import UsageError, as_text, parse_value
 from .hardware import HardwareConfig
 from .labels import leave_group, stop
@@ -241,6 +241,8 @@ def check_search(
         raise SearchError('--trials: a space with a range has no end; say how many')
     if search.trials is not None and search.trials < 1:
         raise SearchError(f'--trials {search.trials}: must be at least 1')
+    if search.trials and search.points and search.trials > len(search.points):
+        logger.warning('--trials %d: the grid has %d points, each is tried once', search.trials, len(search.points))
     for name, part in search.dimensions.items():
         for value in part if isinstance(part, Choices) else part[:2]: check_value(search, {name: value})
     config = trial_config(search)
@@ -279,14 +281,15 @@ class Verdict(NamedTuple):
 def verdict_of(
     gain: float,            # held-out reward, after minus before
     standard_error: float,  # of the gain
+    n: int,                 # prompts it is calculated from, at least 2
 ) -> Verdict:
     "Judge a trial that has finished."
-    error = 0. if standard_error <= ROUNDING else 1.96*standard_error    # 0: nothing varied, there is no interval
+    error = 0. if standard_error <= ROUNDING else student_t(n)*standard_error    # 0: nothing varied, no interval
     outcome = 'success' if gain > error > 0 else 'worse' if gain < -error < 0 else 'no gain'
     span = f'95 % interval {gain - error:+.4f} to {gain + error:+.4f}' if error else 'the same for every prompt'
     return Verdict(outcome, f'{gain:+.4f}, {span}', gain, standard_error)
 
-
+# %% ../nbs/33_scale.ipynb #c0ffee21
 def judged_task(
     search: Search,  # what is examined
 ) -> str:            # P or A
@@ -306,7 +309,7 @@ def examine_run(
     start = run.config.model, *(getattr(run.config, each.name) for each in fields(HardwareConfig))
     if start not in search.untrained: search.untrained[start] = examine(run.reference)
     row = finish(run, search.untrained[start], examine(run.model)).loc[(judged_task(search), temperature, 'reward')]
-    return verdict_of(float(row['difference']), float(row['standard_error']))
+    return verdict_of(float(row['difference']), float(row['standard_error']), int(row['n']))
 
 # %% ../nbs/33_scale.ipynb #d6ba245b
 def train_trial(
@@ -796,7 +799,7 @@ def plot_slices(
     table: pd.DataFrame,      # of `trial_table`
     settings: Sequence[str],  # its columns to look at
 ) -> Picture:
-    "Gain of every trial by the value of each setting; blue: success, crosses: no gain was measured."
+    "Gain of every trial, with 1.96 standard errors, by the value of each setting; blue: success, crosses: no gain."
     won, none, width = table['outcome'] == 'success', table['gain'].isna(), 2.2*len(settings) + .6
     picture = Picture(width, 2.6)
     panels = picture.grid(1, len(settings), sharey=True)

@@ -71,7 +71,7 @@ def warn_of_few(
 ) -> None:
     "Warn where the prompts with a rare outcome are so few that each comes again and again."
     rare = sum(map(is_rare, asked))
-    often = ratio*(len(asked) - rare)/max(rare*(1 - ratio), 1e-9)
+    often = ratio*(len(asked) - rare)/(rare*(1 - ratio)) if rare and ratio < 1 else 0.
     if asked and not rare:
         logger.warning('--rare-env-ratio %g: none of the %d A: prompts has a rare outcome, so none is dealt',
                        ratio, len(asked))
@@ -255,9 +255,10 @@ def prompts_to_draw(
     run: 'Setup',  # what is about to start
 ) -> str:
     "How many prompts of each task there are; none of one that has no share in the mix."
-    shares = {'P': 1 - run.config.mix_env_ratio, 'A': run.config.mix_env_ratio}
-    pools = by_task(run.samples).items()
-    return ' and '.join(f'{len(pool)} {task}:' for task, pool in pools if shares[task]) + ' prompts'
+    shares, rare = {'P': 1 - run.config.mix_env_ratio, 'A': run.config.mix_env_ratio}, run.config.rare_env_ratio
+    pools = by_task(run.samples)
+    if rare in (0, 1): pools['A'] = [sample for sample in pools['A'] if is_rare(sample) == rare] or pools['A']
+    return ' and '.join(f'{len(pool)} {task}:' for task, pool in pools.items() if shares[task]) + ' prompts'
 
 
 def planned_work(
@@ -266,12 +267,12 @@ def planned_work(
     "Prompts, completions, updates and tokens of a run."
     config, prompts, updates = run.config, run.prompts.batch_positions, updates_per_batch(run)
     batches, device = math.ceil(config.steps/updates), next(run.model.parameters()).device
-    completions = batches*prompts*config.group_size
+    completions, longest = batches*prompts*config.group_size, min(config.max_new_tokens, run.model.cfg.n_positions - 1)
     whole = whole_answers(config) + [f'reward_fn={name_of(run.reward_fn)}']*(run.reward_fn is not default_reward)
     least = 'at least ' if config.buffer_capacity > 1 or config.drop_tied else ''    # more as the buffer finds it
     return (f'{config.model} on {device}: {config.steps} updates, {updates} on each of {least}{batches} '
             f'batches of {prompts} prompts x {config.group_size} completions = {least}{completions} completions '
-            f'of up to {config.max_new_tokens} tokens; {prompts_to_draw(run)} to draw from, '
+            f'of up to {longest} tokens; {prompts_to_draw(run)} to draw from, '
             f'{len(run.heldout)} held-out positions'
             + (f'; whole answers are paid, because of {", ".join(whole)}' if whole else '')
             + (f'; {run.trainer.step} are done in {run.folder}' if config.resume else '')

@@ -15,7 +15,7 @@ import pandas as pd
 import pytest
 
 from rookworld_nb import ablations, cli
-from rookworld_nb.ablations import (DEFAULT, KEPT, SHARED, STUDIES, UNTRAINED, AblationError, cells_of, effects, keep, planned_runs,
+from rookworld_nb.ablations import (DEFAULT, KEPT, REFERENCES, SHARED, STUDIES, UNTRAINED, AblationError, cells_of, effects, keep, planned_runs,
                                     read_results, run_cell, run_place, run_study, settings_of)
 from rookworld_nb.config import BY_SIZE, SMALL, RunError, TrainConfig
 from rookworld_nb.evaluate import evaluate, select_rows
@@ -37,6 +37,7 @@ def tiny(monkeypatch, lines):
     shared = TINY | {'data': lines}
     monkeypatch.setattr(ablations, 'SHARED', shared)
     monkeypatch.setattr(ablations, 'STUDIES', {'kl': {'no KL': {'kl_coef': 0.}}, 'losses': {'dapo': {'loss_type': 'dapo'}}})
+    monkeypatch.setattr(ablations, 'REFERENCES', {})
     return shared
 
 
@@ -56,6 +57,12 @@ def test_a_table_of_something_else_is_refused(text, tmp_path):
 def test_the_help_names_all_studies(capsys):
     cli.main(['ablate', '--help'])
     assert set(STUDIES) <= set(re.findall(r'[a-z]+', capsys.readouterr().out))
+
+
+def test_a_study_brings_the_cell_that_it_is_compared_with():
+    assert [*cells_of(['rewards'])] == [DEFAULT, 'whole answers', 'graduated', 'binary', 'ladder', 'curriculum']
+    assert [*cells_of(['credit'])] == [DEFAULT, 'whole answers'] and [*cells_of(['kl', 'price'])][-2:] == ['whole answers', 'kl1 in the reward']
+    assert REFERENCES.keys() <= STUDIES.keys() and {*REFERENCES.values()} <= {*cells_of(())}
 
 
 def test_no_two_cells_are_the_same():
@@ -81,7 +88,7 @@ def means_of(run, model):
             for task, metrics in KEPT.items() for temperature in TEMPERATURES for metric in metrics}
 
 
-def test_runs_are_kept_and_not_repeated(tiny, tmp_path):
+def test_runs_are_kept_and_not_repeated(tiny, tmp_path, capsys):
     for cell, changes in cells_of(['kl']).items(): keep(tmp_path, run_here(tmp_path, cell, **changes))
     first, = run_study(tmp_path, ['kl'], seeds=1)    # nothing is left to run
     assert first.groupby(['cell', 'seed'], sort=False).size().to_dict() == dict.fromkeys([(UNTRAINED, 1), (DEFAULT, 1), ('no KL', 1)], N_ROWS)
@@ -93,6 +100,9 @@ def test_runs_are_kept_and_not_repeated(tiny, tmp_path):
             row = first.query('cell == @cell and task == @task and decoding == @decoding and metric == @metric')
             assert row['value'].item() == pytest.approx(value, rel=1e-5)
     times = {path: path.stat().st_mtime_ns for path in tmp_path.rglob('metrics.jsonl')}
+    assert cli.main(['ablate', 'kl', '--seeds', '1', '--output-dir', str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("kl: gain of the held-out reward of sampled P: answers; effect against 'default'") and 'no KL' in said
     *_, both = run_study(tmp_path, seeds=1, workers=2)
     assert both['cell'].unique().tolist() == [UNTRAINED, DEFAULT, 'no KL', 'dapo'] and all(path.stat().st_mtime_ns == was for path, was in times.items())
     pd.testing.assert_frame_equal(both[both['cell'] != 'dapo'].reset_index(drop=True), first, check_dtype=False)
@@ -114,7 +124,7 @@ def test_every_run_is_examined_by_the_default_reward(tiny, tmp_path):
 
 def test_a_study_that_is_interrupted_goes_on(tiny, tmp_path, monkeypatch):
     script = ("import sys; from rookworld_nb import ablations, cli\n"
-              f"ablations.SHARED, ablations.STUDIES = {tiny | {'steps': 8}}, {{'kl': {{'no KL': {{'kl_coef': 0.}}}}}}\n"
+              f"ablations.SHARED, ablations.STUDIES = {tiny | {'steps': 8}}, {{'kl': {{'no KL': {{'kl_coef': 0.}}}}}}; ablations.REFERENCES = {{}}\n"
               "if __name__ == '__main__': sys.exit(cli.main(['ablate', '--seeds', '1', '--output-dir', sys.argv[1]]))")
     (tmp_path/'study.py').write_text(script)
     metrics = run_place(tmp_path/'study', DEFAULT, 1)/'metrics.jsonl'

@@ -201,13 +201,13 @@ MISTAKES = [
     ('generate --group-size 2', PROMPT, ['--group-size 2', 'alike', '--temperature']),
     ('generate hello', '', ['hello', 'P: ']),
     ('generate', 'P: hello', ['P: hello', 'a FEN']), ('generate', PROMPT + '\nA: x+y', ['A: x+y', 'fen+uci+history+']),
-    ('generate', 'P: 8/8/8/8/8/8/8/8 w - - 0 1', ['8/8/8/8/8/8/8/8 w', 'impossible position', 'NO_WHITE_KING']),
+    ('generate', 'P: 8/8/8/8/8/8/8/8 w - - 0 1', ['8/8/8/8/8/8/8/8 w', 'impossible position', '(no white king, no black king, empty)']),
     ('generate --temperature -1', PROMPT, ['temperature', '-1']),
     ('generate --temperature nan', PROMPT, ['--temperature', 'nan']),
     ('generate --group-size 0', PROMPT, ['--group-size', '0']),
     ('generate --max-new-tokens 0', PROMPT, ['--max-new-tokens', '0']),
     ('generate --batch 0', PROMPT, ['--batch', '0']),
-    ('generate --device tpu', PROMPT, ['--device', 'tpu', 'cpu']),
+    ('generate --device tpu', PROMPT, ['--device', 'tpu', 'no such kind of device); valid: auto, cpu']),
     ('generate --device cuda:99', PROMPT, ['--device', 'cuda:99', 'cpu']),
     ('generate --model no/such/folder', PROMPT, ['no/such/folder']),
     ('generate --model here', PROMPT, ['here']),
@@ -390,7 +390,7 @@ def test_a_note_about_the_run_is_told_with_the_mistake(call, monkeypatch):
     error = UsageError('bad')
     error.add_note('in the run x')
     monkeypatch.setitem(COMMANDS, 'positions', cli.Command(raiser(error)))
-    assert call('positions')[2] == 'rookworld positions: bad, in the run x\n'
+    assert call('positions')[2] == 'rookworld positions: bad; in the run x\n'
 
 
 @pytest.mark.parametrize('words, code, said', [
@@ -651,6 +651,10 @@ def test_label_throws_nothing_of_others_away(last, call, fens, cwd):
     assert code == 0 if 'M:' in last else code == 2 and 'kept.txt, line 2: not a P: line' in errors
 
 
+def test_label_names_the_place_of_a_bad_position(call, fens):
+    assert call('label', stdin='\n'.join([fens[0], fens[0], 'foo']))[::2] == (2, "rookworld label: position 3: 'foo' is not a six-field FEN with 8 ranks of 8 squares\n")
+
+
 def test_label_spells_a_position_in_one_way(call, fens, cwd):
     board = chess.Board()
     board.push_uci('e2e4')
@@ -819,7 +823,7 @@ def test_eval_names_levels_that_nobody_plays(call, cwd):
 
 @pytest.mark.stockfish
 def test_eval_plays_matches(call, cwd, stockfish):
-    for level in ('skill=x', 'skill=21', 'nodes=00', 'elo=1'):
+    for level in ('skill=x', 'skill=21', 'nodes=00', 'elo=1', 'nodes=1,nodes=1'):
         code, lines, errors = call('eval', '--suite', 'policy,stockfish', '--levels', level)
         assert (code, lines, len(errors.splitlines())) == (2, [], 1) and level in errors
     code, lines, _ = call('eval', '--suite', 'stockfish', '--games', '2', '--levels', 'nodes=1', '--json')

@@ -26,7 +26,7 @@ from rookworld_nb.trainer import TrainerConfig
     (dict(group_size=1), 'group_size'), (dict(group_size=0, micro_batch_size=8), 'group_size'), (dict(lr_schedule='cosin'), 'cosin'), (dict(reward_shaping='nice'), 'nice'),
     (dict(kl_estimator='k3'), 'k3'), (dict(lr=-1.), 'lr'), (dict(max_positions=0), '--max-positions 0'),
     (dict(mix_env_ratio=1.5), '--mix-env-ratio 1.5'), (dict(mix_env_ratio=math.nan), '--mix-env-ratio nan'), (dict(rare_env_ratio=-.1), '--rare-env-ratio -0.1'),
-    (dict(rare_env_ratio=math.nan), '--rare-env-ratio nan'), (dict(eval_every=0), '--eval-every 0'),
+    (dict(rare_env_ratio=math.nan), '--rare-env-ratio nan'), (dict(eval_every=0), '--eval-every 0'), (dict(history_plies=11), '--history-plies 11: a prompt shows 1 to 10'),
     (dict(eval_every=2, eval_policy=0, eval_env=0), '--eval-every 2: .*--eval-policy'), (dict(clip_range=2.), '--clip-range 2.0'),
     (dict(buffer_capacity=0), '--buffer-capacity 0'), (dict(max_new_tokens=0), '--max-new-tokens 0'), (dict(baseline_type='mean'), '--baseline-type mean.*group_mean'),
     (dict(reward_shaping='nice'), '--reward-shaping nice.*ladder'), (dict(micro_batch_size=3), '--micro-batch-size 3'),
@@ -82,6 +82,8 @@ def test_each_term_of_the_reward_can_be_set_for_a_run(name):
 
 def test_minibatches_larger_than_the_usual_batch_wait_for_the_search():
     assert TrainConfig(auto_batch_size=True, minibatch_positions=64).for_size(1).minibatch_positions == 64
+    with pytest.raises(ValueError, match='minibatch_positions=200: must be at most 128'): TrainConfig(auto_batch_size=True, minibatch_positions=200)
+    assert TrainConfig(auto_batch_size=True, minibatch_positions=200, buffer_capacity=2).for_size(1).minibatch_positions == 200
 
 
 def test_the_table_from_the_paper_to_a_run_of_nano_shows_the_defaults():

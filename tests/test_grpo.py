@@ -495,6 +495,10 @@ def test_samples_of_a_group_do_not_leak_into_each_other():
 def test_rewards_are_placed_at_the_last_active_token():
     mask = torch.tensor([[1, 1, 0], [1, 1, 1], [1, 0, 0], [0, 0, 0]])
     assert place_rewards(torch.tensor([1., 2., 3., 4.]), mask).tolist() == [[0, 1, 0], [0, 0, 2], [3, 0, 0], [0, 0, 0]]
+    unjudged = place_rewards(torch.tensor([math.nan, 2., 3., 4.]), mask)
+    assert unjudged[0].isnan().tolist() == [False, True, False] and unjudged[1:].isfinite().all()
+    with pytest.raises(BatchShapeError, match='one reward per completion'): place_rewards(torch.ones(4, 1), mask)
+    with pytest.raises(BatchShapeError, match='values'): gae(torch.zeros(4, 3), torch.zeros(4, 1), mask)
 
 
 @pytest.mark.parametrize('level', ['token', 'sequence'])

@@ -367,3 +367,13 @@ def test_on_a_gpu_the_peak_is_the_allocators():
     assert 250 < (peak_memory('cuda') - before)/MB < 300
     found = search_batch(lambda positions, group: torch.ones(2**45 if positions > 4 else 1, device='cuda'), 'cuda')
     assert found.reason == 'out of memory at 8 x 4' and found.best.batch_positions == 4
+
+
+@pytest.mark.skipif(sys.platform != 'linux', reason="GNU's OpenMP is that of PyTorch's builds for Linux")
+@pytest.mark.parametrize('given, spins', [({}, '1000'), ({'GOMP_SPINCOUNT': '7'}, '7'), ({'OMP_WAIT_POLICY': 'ACTIVE'}, '30000000000')])
+def test_threads_that_wait_leave_their_core_to_others(given, spins):
+    "Asked of OpenMP itself; what the user has said stands."
+    usual = {name: value for name, value in os.environ.items() if name not in ('GOMP_SPINCOUNT', 'OMP_WAIT_POLICY')}
+    told = subprocess.run([sys.executable, '-c', 'import rookworld_nb.model'], env=usual | given | {'OMP_DISPLAY_ENV': 'VERBOSE'},
+                          capture_output=True, text=True, check=True, timeout=120).stderr
+    assert f"GOMP_SPINCOUNT = '{spins}'" in told

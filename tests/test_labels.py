@@ -19,7 +19,7 @@ import pytest
 
 from rookworld_nb import cli, labels
 from rookworld_nb.labels import (
-    Labelling, LabelError, Progress, cut_inputs, label_files, label_shard, label_worker, labelled_in, merge_shards, shard_of)
+    Labelling, LabelError, Progress, cut_inputs, label_files, label_shard, label_worker, labelled_in, merge_shards, shard_of, told)
 from rookworld_nb.positions import DataError, data_files, lazy_lines, locked, read_lines, shipped
 from rookworld_nb.rules import LABEL_NODES, PATIENCE, Candidate, EngineError, EngineNotFound, find_stockfish, legal_moves
 
@@ -115,6 +115,14 @@ def test_a_torn_shard_goes_on_where_it_was(quick, torn, tmp_path, caplog):
     assert len(labelled_in(jobs[1].place('part', 0))) == 9 and ('the last line is torn, and cut off' in caplog.text) == (torn > 0)
     quick(jobs[1], [str(tmp_path/'in.txt')])
     assert (tmp_path/'torn.txt').read_bytes() == whole
+
+
+def test_a_reason_is_told_of_each_kind(tmp_path, caplog):
+    for number, (bad, failed) in enumerate([([], []), (['bad A'], []), (['bad B'], ['the engine died'])]):
+        note = {'lines': 1, 'single': 0, 'malformed': len(bad), 'failed': len(failed), 'first': [bad, failed]}
+        (tmp_path/f'note-{number}').write_text(json.dumps(note))
+    assert told(tmp_path) == {'lines': 3, 'single': 0, 'malformed': 2, 'failed': 1}
+    assert '3 lines are left out: bad A; the engine died' in caplog.text
 
 
 def test_a_position_is_labelled_once_however_it_is_spelt(quick, tmp_path):

@@ -185,7 +185,7 @@ def test_every_prompt_comes_once_a_round_and_rounds_differ():
     assert sorted(map(str, rounds[0])) == sorted(map(str, rounds[1])) and rounds[0] != rounds[1]
 
 
-@pytest.mark.parametrize('arguments', [dict(batch_positions=0), dict(mix_env_ratio=1.5), dict(mix_env_ratio=-.1), dict(rare_env_ratio=2.), dict(rare_env_ratio=-.1)])
+@pytest.mark.parametrize('arguments', [dict(batch_positions=0), dict(batch_positions=2.5), dict(mix_env_ratio=1.5), dict(mix_env_ratio=-.1), dict(rare_env_ratio=2.), dict(rare_env_ratio=-.1)])
 def test_a_bad_mix_is_refused(arguments):
     with pytest.raises(DataError, match=next(iter(arguments))):
         PromptMix(pool(3, 3), **arguments)

@@ -583,6 +583,13 @@ def test_no_value_is_named_valid_that_is_refused(name, value, words):
     assert str(error.value) == f'{name}={value!r}; it must be {words}'
 
 
+@pytest.mark.parametrize('restated', [chess.STARTING_FEN, '8/8'])
+def test_a_policy_answer_that_restates_a_position_is_unreadable(restated):
+    sample, scorer = next(s for s in shipped('heldout') if s.task == 'P'), RewardScorer()
+    paid = scorer([sample.prompt]*3, [sample.completion, f'P: {restated} {sample.completion}', ''], [sample.completion]*3).rewards.tolist()
+    assert paid[0] == 1 and paid[1] == paid[2]
+
+
 def test_an_env_answer_that_restates_a_move_is_unreadable():
     prompt, answer = split_line(format_env(chess.STARTING_FEN, 'e2e4', None, *env_step(chess.STARTING_FEN, 'e2e4')))
     scorer = RewardScorer()

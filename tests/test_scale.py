@@ -107,9 +107,10 @@ def test_the_rule_against_hopeless_curves():
 
 
 def test_success_is_an_interval_above_zero():
-    assert verdict_of(.0197, .01)[0] == 'success' and verdict_of(.0195, .01)[0] == 'no gain' and verdict_of(-.0195, .01)[0] == 'no gain' and verdict_of(-.0197, .01)[0] == 'worse'
-    assert verdict_of(math.nan, math.nan)[0] == 'no gain'
-    assert verdict_of(0., 0.)[:2] == ('no gain', '+0.0000, the same for every prompt') and verdict_of(.1, 6e-18)[:2] == ('no gain', '+0.1000, the same for every prompt')
+    assert verdict_of(.0197, .01, 1000)[0] == 'success' and verdict_of(.0195, .01, 1000)[0] == 'no gain' and verdict_of(-.0195, .01, 1000)[0] == 'no gain' and verdict_of(-.0197, .01, 1000)[0] == 'worse'
+    assert verdict_of(math.nan, math.nan, 1000)[0] == 'no gain'
+    assert verdict_of(.0227, .01, 10)[0] == 'success' and verdict_of(.0225, .01, 10)[0] == 'no gain'    # of ten prompts: Student's t, 2.262
+    assert verdict_of(0., 0., 1000)[:2] == ('no gain', '+0.0000, the same for every prompt') and verdict_of(.1, 6e-18, 1000)[:2] == ('no gain', '+0.1000, the same for every prompt')
 
 
 # ---- a study
@@ -188,7 +189,7 @@ def stub(trial, search, place):
     with open(search.folder/'tried.txt', 'a') as file: file.write(f"{sorted(point.items())}\\n")
     %s
     time.sleep(random.random()/20)
-    return scale.verdict_of(.1, .01)
+    return scale.verdict_of(.1, .01, 1000)
 scale.run_trial, scale.BEAT, scale.POLL = stub, 1, .1
 if __name__ == '__main__':
     for table in scale.run_search(scale.Search({'output_dir': sys.argv[1], 'seed': 2**32 - 1}, (%r,), %s), %d): pass
@@ -268,7 +269,7 @@ def cli_words(given, space):
 @pytest.fixture
 def stubbed(tmp_path, monkeypatch):
     "A study of three points whose trials end as told."
-    endings = iter([Verdict('hopeless', 'hopeless: it fell'), verdict_of(.1, .01), KeyboardInterrupt(), verdict_of(0., .01)])
+    endings = iter([Verdict('hopeless', 'hopeless: it fell'), verdict_of(.1, .01, 1000), KeyboardInterrupt(), verdict_of(0., .01, 1000)])
 
     def stub(trial, search, place):
         scale.suggest(trial, 'lr', search.dimensions['lr'])
@@ -282,7 +283,7 @@ def stubbed(tmp_path, monkeypatch):
 
 
 def test_a_worker_does_not_leave_a_ticket_that_is_lost_and_not_yet_issued_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(scale, 'run_trial', lambda *_: verdict_of(.1, .01))
+    monkeypatch.setattr(scale, 'run_trial', lambda *_: verdict_of(.1, .01, 1000))
     monkeypatch.setattr(scale, 'POLL', .01)
     study = open_study(search := Search({'output_dir': str(tmp_path/'study')}, ('lr=1e-5',)))
     deal(study, search)
@@ -312,7 +313,7 @@ def test_a_full_disk_is_no_outcome(stubbed, monkeypatch):
         with pytest.raises(SearchError, match='checkpoint-3: cannot be written; once there is room, the same command goes on'):
             for _ in run_search(search): pass
     assert len(tries) == scale.TRIES + 1 and trial_table(study, search).empty    # no other trial was begun, and none is given up
-    monkeypatch.setattr(scale, 'run_trial', lambda *_: verdict_of(.1, .01))
+    monkeypatch.setattr(scale, 'run_trial', lambda *_: verdict_of(.1, .01, 1000))
     *_, table = run_search(search)
     assert table['outcome'].tolist() == ['success']*3
 
@@ -395,7 +396,7 @@ def test_the_untrained_model_is_examined_once_for_all_trials(tmp_path, lines, mo
 
 
 def test_free_trials_differ_and_come_out_the_same_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(scale, 'run_trial', lambda trial, search, place: verdict_of(-(scale.suggest(trial, 'kl_coef', search.dimensions['kl_coef']) - .3)**2, .01))
+    monkeypatch.setattr(scale, 'run_trial', lambda trial, search, place: verdict_of(-(scale.suggest(trial, 'kl_coef', search.dimensions['kl_coef']) - .3)**2, .01, 1000))
     found = []
     for name, seed in (('a', 0), ('b', 0), ('c', 1)):
         search = Search({'output_dir': str(tmp_path/name), 'seed': seed}, ('kl_coef=0..1',), 25)
@@ -442,7 +443,7 @@ def test_settings_of_any_kind_are_reported():
 def test_a_table_of_trials_keeps_what_a_setting_is(tmp_path, monkeypatch):
     def tried(trial, search, place):
         for name, part in search.dimensions.items(): scale.suggest(trial, name, part)
-        return verdict_of(.1, .01)
+        return verdict_of(.1, .01, 1000)
     monkeypatch.setattr(scale, 'run_trial', tried)
     search = Search({'output_dir': str(tmp_path/'study')}, ('max_age=none|2', 'normalize_rewards=true|false'))
     *_, table = run_search(search)
@@ -451,7 +452,7 @@ def test_a_table_of_trials_keeps_what_a_setting_is(tmp_path, monkeypatch):
 
 
 def test_a_study_does_not_shrink(tmp_path, monkeypatch):
-    monkeypatch.setattr(scale, 'run_trial', lambda trial, search, place: verdict_of(.1, .01))
+    monkeypatch.setattr(scale, 'run_trial', lambda trial, search, place: verdict_of(.1, .01, 1000))
     given = {'output_dir': str(tmp_path/'study')}
     list(run_search(Search(given, ('lr=1e-4|2e-4|3e-4',), trials=3)))
     with pytest.raises(SearchError, match='--trials 2: .* has 3 already'): list(run_search(Search(given, ('lr=1e-4|2e-4|3e-4',), trials=2)))

@@ -46,6 +46,16 @@ def test_a_few_positions_are_taken_from_everywhere_in_the_file(tmp_path, caplog)
     assert '1 of the 201 A: prompts have a rare outcome, and each is dealt 35 times as often as another' in caplog.text
 
 
+@pytest.mark.parametrize('ratio, count', [(0., 4259), (.15, 4800), (1., 541), (None, 4800)])
+def test_the_plan_leaves_out_a_kind_of_prompt_that_has_no_share(ratio, count, caplog):
+    assert f'; 10000 P: and {count} A: prompts to draw from' in planned_work(Setup(TrainConfig(rare_env_ratio=ratio, max_new_tokens=10**5)))
+    assert not caplog.text
+
+
+def test_the_plan_knows_how_long_a_text_may_be():
+    assert 'of up to 255 tokens' in planned_work(Setup(TrainConfig(max_new_tokens=10**5)))
+
+
 @pytest.mark.parametrize('changes, message', [
     (dict(data='nowhere.txt'), 'nowhere.txt'), (dict(device='cuda:99'), 'cuda:99'), (dict(reference_device='cuda:99'), '--reference-device cuda:99'), (dict(model='no-such-model'), 'no-such-model'),
     (dict(eval_policy=10**6), '--eval-policy'), (dict(batch_positions=0), '--batch-positions 0'),
