@@ -370,7 +370,7 @@ def test_on_a_gpu_the_peak_is_the_allocators():
 
 
 @pytest.mark.skipif(sys.platform != 'linux', reason="GNU's OpenMP is that of PyTorch's builds for Linux")
-@pytest.mark.parametrize('given, spins', [({}, '1000'), ({'GOMP_SPINCOUNT': '7'}, '7'), ({'OMP_WAIT_POLICY': 'ACTIVE'}, '30000000000')])
+@pytest.mark.parametrize('given, spins', [({}, '3000'), ({'GOMP_SPINCOUNT': '7'}, '7'), ({'OMP_WAIT_POLICY': 'ACTIVE'}, '30000000000')])
 def test_threads_that_wait_leave_their_core_to_others(given, spins):
     "Asked of OpenMP itself; what the user has said stands."
     usual = {name: value for name, value in os.environ.items() if name not in ('GOMP_SPINCOUNT', 'OMP_WAIT_POLICY')}
