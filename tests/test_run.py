@@ -299,7 +299,7 @@ def test_a_run_from_before_there_was_a_setting_is_gone_on_with(tmp_path):
     (folder/'config.json').write_text(json.dumps({name: value for name, value in config.items() if name not in ('drop_tied', 'eval_every')}))
     resumed = Run(resumed_config(output_dir=str(folder), steps=2)).config
     assert not resumed.drop_tied and resumed.eval_every is None
-    with pytest.raises(RunError, match='--drop-tied True: the run in .* has False'): resumed_config(output_dir=str(folder), drop_tied=True)
+    with pytest.raises(RunError, match='--drop-tied true: the run in .* has false'): resumed_config(output_dir=str(folder), drop_tied=True)
 
 
 def test_a_run_without_held_out_positions_says_how_it_ended_and_how_long_it_took(tmp_path):
