@@ -32,8 +32,9 @@ def step_times(spins, beside, steps, limit):
             for run in started: run.wait(max(0, end - time.monotonic()))
         except subprocess.TimeoutExpired: pass
         finally:
-            for process in started + others: process.kill()
-            for process in started: process.wait()
+            for process in started + others:
+                process.kill()
+                process.wait()
         logs = [folder/'metrics.jsonl' for folder in folders]
         return [json.loads(row)['step_time'] for log in logs if log.exists() for row in log.read_text(encoding='utf-8').splitlines()[1:]]
 

@@ -72,8 +72,9 @@ DEFAULT = 'default'      # the cell in which nothing is changed
 UNTRAINED = 'untrained'  # the model that all runs start from
 
 # %% ../nbs/32_ablations.ipynb #0cfec89e
-#: Study -> the cell that its cells are compared with, where that is not the default.
-REFERENCES = {'kl': 'kl3, weighted', 'price': 'whole answers', 'rewards': 'whole answers'}
+#: Study -> the cell that its cells are compared with.
+REFERENCES = dict.fromkeys(STUDIES, DEFAULT) | {
+    'kl': 'kl3, weighted', 'price': 'whole answers', 'rewards': 'whole answers'}
 
 
 class AblationError(ValueError):
@@ -86,9 +87,9 @@ def cells_of(
     "The cells of some studies, and those that they are compared with."
     if unknown := [name for name in studies if name not in STUDIES]:
         raise AblationError(f'no study {unknown[0]!r}; valid, with spaces between several: {" ".join(STUDIES)}')
-    every, chosen = {name: changes for study in STUDIES.values() for name, changes in study.items()}, studies or STUDIES
-    names = [name for study in chosen for name in (REFERENCES.get(study, DEFAULT), *STUDIES[study])]
-    return {DEFAULT: {}} | {name: every[name] for name in names if name != DEFAULT}
+    every = {DEFAULT: {}} | {name: changes for study in STUDIES.values() for name, changes in study.items()}
+    names = [name for study in studies or STUDIES for name in (REFERENCES[study], *STUDIES[study])]
+    return {name: every[name] for name in (DEFAULT, *names)}
 
 # %% ../nbs/32_ablations.ipynb #03537e80
 #: Metrics that are kept of a run.

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['logger', 'SUITES', 'WEAKEST', 'Suites', 'ANSWERED', 'USED_BY', 'HEADINGS', 'COMMANDS', 'open_streams', 'stdin_lines',
-           'batches', 'check_output', 'input_lines', 'at_least_one', 'emit', 'without_nan', 'positions', 'uci',
-           'generate', 'read_rows', 'read_row', 'check_row', 'score', 'answered', 'positions_in', 'label',
-           'evaluation_samples', 'say_absent', 'check_passes', 'measure', 'suite_puzzles', 'suite_openings',
+           'batches', 'check_output', 'input_lines', 'emit', 'without_nan', 'at_least_one', 'all_different',
+           'positions', 'uci', 'generate', 'read_rows', 'read_row', 'check_row', 'score', 'answered', 'positions_in',
+           'label', 'evaluation_samples', 'say_absent', 'check_passes', 'measure', 'suite_puzzles', 'suite_openings',
            'check_used', 'play_suites', 'evaluate_model', 'metric_tables', 'report_evaluation', 'as_columns', 'train',
            'pretrain', 'report', 'ablate', 'search', 'push', 'batch_size', 'Command', 'run_command', 'overview',
            'is_input_error', 'drop_output', 'console_logging', 'main']
@@ -84,15 +84,6 @@ def input_lines(
     return lines
 
 
-def at_least_one(
-    **settings: int,  # by the name of the parameter
-) -> None:
-    "Refuse counts below one."
-    for name, value in settings.items():
-        if value is not None and value < 1:
-            raise UsageError(f'--{name.replace("_", "-")}: {value} is less than 1')
-
-
 def emit(
     value: Any,  # a text, or anything JSON can hold
 ) -> None:
@@ -105,6 +96,23 @@ def without_nan(
 ) -> dict[str, Any]:  # what was measured
     "Leave out NaN and infinities, which JSON cannot hold."
     return {name: value for name, value in row.items() if not isinstance(value, float) or math.isfinite(value)}
+
+# %% ../nbs/34_cli.ipynb #a11d1ff0
+def at_least_one(
+    **settings: int,  # by the name of the parameter
+) -> None:
+    "Refuse counts below one."
+    for name, value in settings.items():
+        if value is not None and value < 1:
+            raise UsageError(f'--{name.replace("_", "-")}: {value} is less than 1')
+
+
+def all_different(
+    **settings: tuple,  # by the name of the parameter
+) -> None:
+    "Refuse a value that is given twice."
+    for name, values in settings.items():
+        if len({*values}) < len(values): raise UsageError(f'--{name} {as_text(values)}: the same more than once')
 
 # %% ../nbs/34_cli.ipynb #8dd1fe2a
 def positions(
@@ -368,8 +376,7 @@ def check_passes(
     for each in temperature: check_request(['P: '], samples, 1, each)
     if samples > 1 and not any(temperature):
         raise UsageError(f'--samples-per-prompt {samples}: greedy answers are alike; give a --temperature above 0')
-    if len({*temperature}) < len(temperature):
-        raise UsageError(f'--temperature {as_text(temperature)}: the same more than once')
+    all_different(temperature=temperature)
 
 
 def measure(
@@ -422,7 +429,7 @@ def suite_openings(
     if games % 2 or not 2 <= games <= len(openings):
         most = len(openings)//2*2
         raise UsageError(f'--games {games}: must be even, 2 to {most}; there are {len(openings)} openings')
-    if len({*levels}) < len(levels): raise UsageError(f'--levels {as_text(levels)}: the same more than once')
+    all_different(levels=levels)
     for level in levels if 'stockfish' in suite else ():
         with stockfish_opponent(level, stockfish_path): pass
     return openings[:games]
@@ -619,7 +626,7 @@ def ablate(
     workers: int = 1,                         # runs side by side
 ) -> None:
     "Train nano with one setting changed at a time, in runs of 32 updates, and say what the change did."
-    from rookworld_nb.ablations import DEFAULT, REFERENCES, STUDIES, UNTRAINED, cells_of, effects, run_study
+    from rookworld_nb.ablations import REFERENCES, STUDIES, UNTRAINED, cells_of, effects, run_study
     from rookworld_nb.labels import Progress
     cells, progress = cells_of(studies), None
     for results in run_study(output_dir, studies, seeds, workers):
@@ -628,7 +635,7 @@ def ablate(
         progress = progress or Progress(len(cells)*seeds, len(done))
         logger.info('runs: %s', progress(len(done)))
     for study in studies or STUDIES:
-        reference = REFERENCES.get(study, DEFAULT)
+        reference = REFERENCES[study]
         table = effects(results, reference=reference).loc[list(dict.fromkeys([reference, *STUDIES[study]]))]
         emit(f'{study}: gain of the held-out reward of sampled P: answers; effect against {reference!r}')
         emit(table.to_string(float_format='{:.4f}'.format, na_rep='') + '\n')

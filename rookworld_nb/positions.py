@@ -436,6 +436,11 @@ class Blend:
     ):
         self.first, self.second, self.share = first, second, share
 
+    @property
+    def pool(self) -> list[Sample]:
+        "What it deals from; nothing of a stream that has no share."
+        return [*(self.first.pool if self.share < 1 else ()), *(self.second.pool if self.share else ())]
+
     def __getitem__(self, number: int) -> Sample:
         before, after = (math.floor(n*self.share + 1e-9) for n in (number, number+1))
         return self.second[before] if after > before else self.first[number-before]

@@ -255,10 +255,8 @@ def prompts_to_draw(
     run: 'Setup',  # what is about to start
 ) -> str:
     "How many prompts of each task there are; none of one that has no share in the mix."
-    shares, rare = {'P': 1 - run.config.mix_env_ratio, 'A': run.config.mix_env_ratio}, run.config.rare_env_ratio
-    pools = by_task(run.samples)
-    if rare in (0, 1): pools['A'] = [sample for sample in pools['A'] if is_rare(sample) == rare] or pools['A']
-    return ' and '.join(f'{len(pool)} {task}:' for task, pool in pools.items() if shares[task]) + ' prompts'
+    pools = by_task(run.prompts.stream.pool)
+    return ' and '.join(f'{len(pool)} {task}:' for task, pool in pools.items() if pool) + ' prompts'
 
 
 def planned_work(

@@ -37,7 +37,7 @@ def tiny(monkeypatch, lines):
     shared = TINY | {'data': lines}
     monkeypatch.setattr(ablations, 'SHARED', shared)
     monkeypatch.setattr(ablations, 'STUDIES', {'kl': {'no KL': {'kl_coef': 0.}}, 'losses': {'dapo': {'loss_type': 'dapo'}}})
-    monkeypatch.setattr(ablations, 'REFERENCES', {})
+    monkeypatch.setattr(ablations, 'REFERENCES', dict.fromkeys(ablations.STUDIES, DEFAULT))
     return shared
 
 
@@ -62,7 +62,7 @@ def test_the_help_names_all_studies(capsys):
 def test_a_study_brings_the_cell_that_it_is_compared_with():
     assert [*cells_of(['rewards'])] == [DEFAULT, 'whole answers', 'graduated', 'binary', 'ladder', 'curriculum']
     assert [*cells_of(['credit'])] == [DEFAULT, 'whole answers'] and [*cells_of(['kl', 'price'])][-2:] == ['whole answers', 'kl1 in the reward']
-    assert REFERENCES.keys() <= STUDIES.keys() and {*REFERENCES.values()} <= {*cells_of(())}
+    assert REFERENCES.keys() == STUDIES.keys() and {*REFERENCES.values()} <= {*cells_of(())}
 
 
 def test_no_two_cells_are_the_same():
@@ -124,7 +124,7 @@ def test_every_run_is_examined_by_the_default_reward(tiny, tmp_path):
 
 def test_a_study_that_is_interrupted_goes_on(tiny, tmp_path, monkeypatch):
     script = ("import sys; from rookworld_nb import ablations, cli\n"
-              f"ablations.SHARED, ablations.STUDIES = {tiny | {'steps': 8}}, {{'kl': {{'no KL': {{'kl_coef': 0.}}}}}}; ablations.REFERENCES = {{}}\n"
+              f"ablations.SHARED, ablations.STUDIES = {tiny | {'steps': 8}}, {{'kl': {{'no KL': {{'kl_coef': 0.}}}}}}; ablations.REFERENCES = {{'kl': 'default'}}\n"
               "if __name__ == '__main__': sys.exit(cli.main(['ablate', '--seeds', '1', '--output-dir', sys.argv[1]]))")
     (tmp_path/'study.py').write_text(script)
     metrics = run_place(tmp_path/'study', DEFAULT, 1)/'metrics.jsonl'
