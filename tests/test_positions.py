@@ -228,6 +228,7 @@ def test_a_history_is_cut_at_its_old_end():
     one, two, all_of_it = (with_history([Sample(long, 'x'), Sample('P: y', 'z')], plies) for plies in (1, 2, 5))
     assert one[0].prompt.endswith('+f1b5+f1b5+') and two[0].prompt.endswith('+f1b5+b8c6 f1b5+') and all_of_it[0].prompt == long
     assert one[1] == Sample('P: y', 'z') and one[0].completion == 'x'
+    with pytest.raises(DataError, match='plies=0'): with_history([Sample(long, 'x')], 0)
 
 
 @pytest.mark.parametrize(('fen', 'weights'), [

@@ -601,8 +601,9 @@ def test_pool_keeps_order_and_analyses_repeats_once(fake):
             pool.analyse_many([START, 'nonsense'])
         assert pool.analyse(START) == answers[-1]
     assert not [c for c in children() if str(path) in c]
-    with pytest.raises(EngineError, match='workers'):
-        StockfishPool(0, path=path)
+    for workers in (0, 2.5):
+        with pytest.raises(EngineError, match=f'workers .* not {workers}'):
+            StockfishPool(workers, path=path)
 
 
 def test_pool_failure_names_the_position_and_the_pool_survives(fake):

@@ -82,6 +82,12 @@ def test_a_part_of_a_grid_is_a_random_part():
     assert {point['lr'] for point in first.points[:40]} == {1e-5, 2e-5, 5e-5} and len({point['batch'] for point in first.points[:40]}) == 2
 
 
+def test_more_trials_than_points_are_said_to_be_no_more(caplog):
+    assert Search({}, ('grid',), 433).size == 432 and '--trials 433: the grid has 432 points' in caplog.text
+    caplog.clear()
+    assert Search({}, ('grid',), 432).size == 432 and not caplog.text
+
+
 @pytest.mark.parametrize('arguments, said', [
     (({}, ('lr=0..1',)), '--trials'), (({}, ('grid',), 0), '--trials 0'), (({'lr': 1e-4},), '--lr'), (({'group_size': 2},), '--group-size'), (({'auto_batch_size': True},), '--auto-batch-size'),
     (({'resume': True},), '--resume'), (({}, ('batch=1x2', 'group_size=2')), 'group_size'), (({}, ('kl_estimator=kl4',)), 'kl4'),
