@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from rookworld_nb import trainer as trainer_module
+from rookworld_nb.answers import encode_answers
 from rookworld_nb.buffer import BufferConfig, Collector, CollectorConfig, CountingTask, RolloutBuffer, counting_policy
 from rookworld_nb.kl import KLConfig
 from rookworld_nb.positions import PromptMix
@@ -31,6 +32,7 @@ CASES = {
     'buffer of few groups': ({}, {}, {'replays': 2, 'capacity': 2, 'minibatch_positions': 3, 'drop_tied': True}),
     'diverged': ({}, {'kl_divergence_threshold': 1e-9, 'max_recoveries': 2}, {}),
     'price of the KL': ({}, {}, {}),
+    'right answers, pieces': ({}, {'sft_coef': .5, 'micro_batch_size': 2}, {}),
 }
 
 
@@ -41,7 +43,8 @@ def train(name: str, ranks: Ranks) -> dict:
     "Metrics of all steps, the gradients of each update that was made, and the weights at the end."
     collect, learn, keep = CASES[name]
     task, model, seen = CountingTask(), copy.deepcopy(policy()), []
-    learner = Trainer(model, TrainerConfig(**LEARN | learn), policy(), ranks)
+    answers = lambda step: encode_answers(task.tokenizer, task.samples[step::7])
+    learner = Trainer(model, TrainerConfig(**LEARN | learn), policy(), ranks, answers)
     learner.optimizer = torch.optim.SGD(learner.optimizer.param_groups)    # a small gradient stays a small step
     price = (lambda: 1.) if name == 'price of the KL' else None
     collector = Collector(model, learner.ref_model, task.tokenizer, PromptMix(task.samples, 6, .34), task,

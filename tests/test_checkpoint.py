@@ -1,4 +1,4 @@
-"Beside 28_checkpoint: kills at any moment, and files that are not what was written."
+"Beside 29_checkpoint: kills at any moment, and files that are not what was written."
 import copy
 import errno
 import math

@@ -1,4 +1,4 @@
-"Beside 26_config: what is refused when a configuration is made, and presets."
+"Beside 27_config: what is refused when a configuration is made, and presets."
 import json
 import math
 import re
@@ -87,7 +87,7 @@ def test_minibatches_larger_than_the_usual_batch_wait_for_the_search():
 
 
 def test_the_table_from_the_paper_to_a_run_of_nano_shows_the_defaults():
-    notebook = json.loads((Path(__file__).parent.parent/'nbs'/'18_trainer.ipynb').read_text(encoding='utf-8'))
+    notebook = json.loads((Path(__file__).parent.parent/'nbs'/'19_trainer.ipynb').read_text(encoding='utf-8'))
     text = next(text for cell in notebook['cells'] if '| the paper |' in (text := ''.join(cell['source'])))
     rows = [[cell.strip() for cell in line.strip('|').split('|')] for line in text.splitlines() if line.startswith('|')][2:]
     shown = {re.search('--([a-z-]+)', row[4])[1].replace('-', '_'): row for row in rows}

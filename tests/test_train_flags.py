@@ -118,6 +118,9 @@ CASES = {
     'kl_spike_factor': ({'--kl-spike-factor': 1.01, '--kl-target': 1e-9, '--max-recoveries': 0}, stops_early('diverged')),
     'max_recoveries': ({'--kl-divergence-threshold': 1e-7, '--max-recoveries': 1, '--steps': 9}, stops_after_one_recovery),
     'entropy_coef': ({'--entropy-coef': .1}, lambda plain, run: run.rows[0]['entropy_loss'] == pytest.approx(-.1*run.rows[0]['entropy'], rel=1e-4)),
+    'sft_coef': ({'--sft-coef': .5}, lambda plain, run: column(run, 'reward')[0] == column(plain, 'reward')[0] and run.rows[0]['sft_loss'] > 0 and 'sft_loss' not in plain.rows[0]
+                 and 'with each update 64 right A: answers' in run.said and differs('grad_norm', 1)(plain, run)),
+    'sft_positions': ({'--sft-coef': .5, '--sft-positions': 3}, lambda plain, run: 'with each update 3 right A: answers' in run.said and run.rows[0]['sft_loss'] > 0),
     'adamw': ({'--adamw': 'loop'}, lambda plain, run: 0 < moved(plain, run) < 1e-2*sum(value.abs().sum() for value in weights(plain).values())),
     'matmul_precision': ({'--matmul-precision': 'medium'}, lambda plain, run: torch.get_float32_matmul_precision() == 'medium'
                          and 'float32 products: medium;' in run.said),

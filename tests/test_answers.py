@@ -1,0 +1,154 @@
+"""Right answers: the loss is that of whole answers, the order is a function of the step, and a trainer adds exactly their gradient."""
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from rookworld_nb.answers import RightAnswers, answer_loss, encode_answers, right_answer
+from rookworld_nb.buffer import Collector, CollectorConfig, CountingTask, counting_policy
+from rookworld_nb.kl import KLConfig, SettingError
+from rookworld_nb.positions import DataError, PromptMix, Sample, by_task, shipped
+from rookworld_nb.ranks import ALONE
+from rookworld_nb.trainer import Learning, Trainer, TrainerConfig, accumulate_gradients, imitate, items_of, speed
+from rookworld_nb.weights import end_token_id, load_pretrained
+
+TASK = CountingTask()
+#: Answers of one and two digits to prompts of one to three tokens: padding on both sides.
+UNEVEN = [Sample('P: 1', '2'), Sample('A: 3', '4 5'), Sample('A: 3 4 5', '6'), Sample('P: 1 2', '3 4')]
+
+
+@pytest.fixture(scope='module')
+def nano():
+    return load_pretrained('nano')
+
+
+@pytest.fixture(scope='module')
+def pool():
+    return by_task(shipped('train'))['A']
+
+
+@pytest.fixture(scope='module')
+def base():
+    return counting_policy()
+
+
+def gradients(model):
+    found = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    model.zero_grad()
+    return found
+
+
+def experience_of(model, env=0.):
+    config = CollectorConfig(group_size=4, temperature=1., max_new_tokens_policy=2, max_new_tokens_env=3)
+    return next(Collector(model, copy.deepcopy(model), TASK.tokenizer, PromptMix(TASK.samples, 4, env), TASK, config))
+
+
+def settings(**options):
+    return TrainerConfig(**{'steps': 30, 'lr': 3e-3, 'warmup_steps': 0, 'kl': KLConfig(kl_coef=.01), 'kl_divergence_threshold': None} | options)
+
+
+# the loss
+
+def test_the_loss_of_an_answer_is_that_of_all_its_tokens_read_alone(base):
+    end = end_token_id(TASK.tokenizer)
+    for sample, nats in zip(UNEVEN, answer_loss(base, encode_answers(TASK.tokenizer, UNEVEN))):
+        prompt, answer = (TASK.tokenizer.encode(text, add_special_tokens=False).ids for text in (sample.prompt, sample.completion))
+        ids = torch.tensor([[*prompt, *answer, end]])
+        logprobs = base.logits(base.hidden(ids[:, :-1])).log_softmax(-1)[0].gather(1, ids[0, 1:, None]).squeeze(1)
+        assert nats.item() == pytest.approx(-logprobs[len(prompt) - 1:].sum().item(), rel=1e-5)
+
+
+def test_rows_are_the_same_answers(base):
+    answers = encode_answers(TASK.tokenizer, UNEVEN)
+    nats = answer_loss(base, answers)
+    assert len(answers) == 4 and len(answers.rows(slice(1, 3), torch.device('cpu'))) == 2
+    assert_close(answer_loss(base, answers.rows(slice(1, 3), torch.device('cpu'))), nats[1:3])
+
+
+# what is right
+
+def test_the_rules_answer_whatever_is_stored(nano, pool):
+    assert all(right_answer(sample.prompt) == sample for sample in (*pool[::400], *by_task(shipped('stress'))['A'][::100]))
+    wrong = [replace(sample, completion=pool[0].completion) for sample in pool[:50]]
+    told = RightAnswers(wrong, nano[1], 50)(1)
+    assert {*nano[1].decode_batch([ids[mask].tolist() for ids, mask in zip(told.completion_ids, told.completion_mask)])} == {one.completion for one in pool[:50]}
+
+
+def test_a_longer_history_stays_in_the_prompt():
+    prompt = 'A: r1bqkbnr/pppp1ppp/2n5/4p3/4P3/5N2/PPPP1PPP/RNBQKB1R w KQkq - 2 3+f1b5+b8c6 f1b5+'
+    assert right_answer(prompt) == Sample(prompt, 'r1bqkbnr/pppp1ppp/2n5/1B2p3/4P3/5N2/PPPP1PPP/RNBQK2R b KQkq - 3 3+0.001+0+0')
+
+
+def test_every_prompt_comes_once_before_one_comes_again(nano, pool):
+    shown = RightAnswers([*shipped('train')[:5], *pool[:40]], nano[1], 16, seed=2)    # P: lines are not asked
+    assert sorted(shown.stream[number].prompt for number in range(40)) == sorted(one.prompt for one in pool[:40])
+    answers = [shown(step) for step in (1, 2, 3)]
+    assert torch.equal(answers[2].prompt_ids, RightAnswers(pool[:40], nano[1], 16, seed=2)(3).prompt_ids)
+    assert not torch.equal(answers[0].prompt_ids, RightAnswers(pool[:40], nano[1], 16, seed=3)(1).prompt_ids)
+    assert not torch.equal(answers[0].prompt_ids, answers[1].prompt_ids)
+
+
+def test_without_environment_prompts_there_is_nothing_to_answer(nano):
+    with pytest.raises(DataError, match='no A: prompt'): RightAnswers(by_task(shipped('train'))['P'][:3], nano[1])
+
+
+# beside an update
+
+@pytest.mark.parametrize('size', [None, 1, 4])
+def test_their_gradient_is_added_and_their_loss_reported(base, size):
+    model, answers = copy.deepcopy(base), encode_answers(TASK.tokenizer, UNEVEN)
+    experience, config = experience_of(model), settings(sft_coef=.7, micro_batch_size=size)
+    learning = Learning(model, config, .01, items_of(experience, 'dapo'), 8, 3)
+    before, _ = accumulate_gradients(learning, experience)
+    alone = gradients(model)
+    nats = answer_loss(model, answers).mean()
+    nats.backward()
+    right = gradients(model)
+    after, _ = accumulate_gradients(replace(learning, answers=answers), experience)
+    assert_close(gradients(model), alone + .7*right, rtol=1e-4, atol=1e-6)
+    assert right.norm() > .1 and after.pop('sft_loss') == pytest.approx(nats.item(), rel=1e-5) and after == pytest.approx(before)
+    assert imitate(learning, ALONE) == {}
+
+
+def test_what_is_taught_beside_is_learned_and_the_rest_forgets_less(base):
+    def after(coef):
+        model = copy.deepcopy(base)
+        asked = [one for one in TASK.samples if one.task == 'A']
+        trainer = Trainer(model, settings(sft_coef=coef), copy.deepcopy(base), answers=lambda step: encode_answers(TASK.tokenizer, asked[step % 7::7]))
+        rows = list(trainer.run(iter([experience_of(model) for _ in range(1)]*30)))
+        with torch.no_grad(): return answer_loss(model, encode_answers(TASK.tokenizer, asked)).mean().item(), rows
+    (without, plain), (with_them, rows) = after(0.), after(.5)
+    assert 'sft_loss' not in plain[0] and rows[-1]['sft_loss'] < rows[0]['sft_loss'] and with_them < .5*without
+
+
+def test_a_weight_without_answers_is_refused_and_answers_without_a_weight_are_not_made(base):
+    with pytest.raises(SettingError, match='sft_coef=0.5 needs right answers'): Trainer(base, settings(sft_coef=.5))
+    for wrong in (-1., float('inf'), float('nan')):
+        with pytest.raises(SettingError, match='sft_coef'): settings(sft_coef=wrong)
+
+    def never(step): raise AssertionError
+    model = copy.deepcopy(base)
+    assert len(list(Trainer(model, settings(steps=1), answers=never).run(iter([experience_of(model)])))) == 1
+
+
+def test_answers_that_are_not_finite_leave_the_update_out(base, caplog):
+    model = copy.deepcopy(base)
+    trainer = Trainer(model, settings(steps=1, sft_coef=.5), answers=lambda step: encode_answers(TASK.tokenizer, UNEVEN))
+    with torch.no_grad(): experience = experience_of(model)
+    trainer.config = replace(trainer.config, sft_coef=1e38)    # the gradient overflows
+    before = [p.clone() for p in model.parameters()]
+    row, = trainer.run(iter([experience]))
+    assert row['skipped_updates'] == 1 and all(torch.equal(p, was) for p, was in zip(model.parameters(), before))
+
+
+def test_utilisation_counts_them(base, monkeypatch):
+    monkeypatch.setattr('rookworld_nb.trainer.product_rate', lambda device, bf16: 1e6)
+    experience = experience_of(base)
+    learning = Learning(base, settings(), .01, 1, 1, 3)
+    busy = [speed(replace(learning, answers=answers), experience, ALONE, 1.)['perf/mfu'] for answers in (None, encode_answers(TASK.tokenizer, UNEVEN[:1]))]
+    tokens, cfg = TASK.tokenizer.encode('P: 1').ids, base.cfg
+    read = len(tokens) + 1    # the end token is written, not read
+    needed = 2*12*cfg.n_embd**2*cfg.n_layer*read + 2*cfg.vocab_size*cfg.n_embd*2 + 4*cfg.n_layer*cfg.n_embd*read*(read + 1)//2
+    assert busy[1] - busy[0] == pytest.approx(3*needed/1e6, rel=1e-6)
