@@ -16,7 +16,7 @@ from torch import Tensor
 from .model import GPT
 from .positions import DataError, Rounds, Sample, by_task
 from .rewards import rules_truth
-from .sampling import completion_logprobs, encode_prompts
+from .sampling import completion_logprobs, encode_prompts, token_rows
 from .tasks import format_env, read_prompt
 from .weights import end_token_id
 
@@ -48,8 +48,7 @@ def encode_answers(
 ) -> Answers:
     "Token ids of prompts and answers, apart from each other as in sampling."
     end = end_token_id(tokenizer)
-    texts = tokenizer.encode_batch([one.completion for one in samples], add_special_tokens=False)
-    rows = [torch.tensor([*text.ids, end]) for text in texts]
+    rows = [torch.tensor([*row, end]) for row in token_rows(tokenizer, [one.completion for one in samples])]
     lengths = torch.tensor([len(row) for row in rows])
     ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=end)
     return Answers(*encode_prompts(tokenizer, [one.prompt for one in samples], end), ids,

@@ -114,8 +114,8 @@ class UpdateOptions:
     kl_spike_factor: float | None = None  # a KL so many times its mean (or kl_target, if larger) fails; none: no limit
     max_recoveries: int = 3           # returns of a diverged run to its last good state, each at half the rate
     entropy_coef: float = 0.0         # weight of the entropy bonus
-    sft_coef: float = 0.0             # weight of the loss of right A: answers, learned beside the samples; 0: none are
-    sft_positions: int = 64           # A: prompts whose right answer is learned with each update
+    sft_coef: float = 0.0             # weight of the loss of right A: answers, learned beside the rewards; 0: none are
+    sft_positions: int = 64           # A: prompts, of all there are, whose right answer is learned with each update
     use_gae: bool = False             # advantages of tokens from a value head instead of the group's
     gamma: float = 0.99               # of the advantages with --use-gae: discount per token
     gae_lambda: float = 0.95          # of the advantages with --use-gae: share taken from the rewards themselves

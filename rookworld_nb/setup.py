@@ -89,6 +89,8 @@ def training_samples(
     samples = shipped('train') if config.data is None else apart_from_evaluation(config.data)
     if config.max_positions is not None:
         samples = [sample for some in by_task(samples).values() for sample in spread(some, config.max_positions)]
+    if config.sft_coef and not by_task(samples)['A']:
+        raise DataError(f'--sft-coef {config.sft_coef:g}: the data hold no A: prompt to answer')
     if config.mix_env_ratio != 0 and config.rare_env_ratio: warn_of_few(by_task(samples)['A'], config.rare_env_ratio)
     if config.stockfish_path is not None:
         samples = [replace(sample, completion='') if sample.task == 'P' else sample for sample in samples]

@@ -401,12 +401,12 @@ def imitate(
     ranks: Ranks,        # each takes some of the answers
 ) -> dict[str, float]:   # mean loss of an answer, nats; nothing without right answers
     "Backward through the right answers of the step."
-    if (answers := learning.answers) is None: return {}
-    mine, device, loss = ranks.share(len(answers)), learning.model.wte.weight.device, 0.
-    size = learning.config.micro_batch_size or usual_piece(answers)
-    for start in range(mine.start, mine.stop, size):
-        piece = answers.rows(slice(start, min(start + size, mine.stop)), device)
-        own = answer_loss(learning.model, piece).sum()/len(answers)
+    if learning.answers is None: return {}
+    count, device, loss = len(learning.answers), learning.model.wte.weight.device, 0.
+    mine = learning.answers.rows(ranks.share(count), device)
+    size = learning.config.micro_batch_size or max(1, usual_piece(mine))    # a share may be empty
+    for start in range(0, len(mine), size):
+        own = answer_loss(learning.model, mine.rows(slice(start, start + size), device)).sum()/count
         (learning.config.sft_coef*own).backward()
         loss = loss + own.detach()
     return {'sft_loss': sum(ranks.gather(float(loss)))}
@@ -629,7 +629,9 @@ def speed(
 ) -> dict[str, float]:       # metrics by name
     "How fast an update was, and how busy it kept the machine: what it needed of what was possible."
     model, tokens = learning.model, sum(int(part.loss_mask.sum()) for part in experience.parts)
-    read = [part.rollouts for part in experience.parts] + ([learning.answers] if learning.answers else [])
+    read = [part.rollouts for part in experience.parts]
+    if learning.answers:
+        read, tokens = [*read, learning.answers], tokens + int(learning.answers.completion_mask.sum())
     needed = 3*sum(group_operations(model.cfg, r.prompt_mask.sum(1), r.completion_mask.sum(1)) for r in read)
     possible = ranks.size*product_rate(model.wte.weight.device, model.bf16)
     return {'perf/train_tok_s': tokens/max(seconds, 1e-9), 'perf/mfu': needed/possible/max(seconds, 1e-9)}
@@ -646,7 +648,7 @@ def update(
     in_loss = kl_coef if experience.kl_penalty is None else 0.    # the rewards have paid for it
     learning = Learning(trainer.model, config, in_loss, items_of(experience, config.loss_type), max(1, tokens),
                         experience.max_completion_length, trainer.ref_model, trainer.critic,
-                        trainer.answers(step) if config.sft_coef else None)
+                        trainer.answers(step) if config.sft_coef and tokens else None)
     trainer.optimizer.zero_grad(set_to_none=True)    # whatever the model was used for before
     first = trainer.untouched
     if first: check_kl_inputs(experience, config)

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tokenizers import Tokenizer
 from torch.testing import assert_close
 
 from rookworld_nb.answers import RightAnswers, answer_loss, encode_answers, right_answer
@@ -11,6 +12,7 @@ from rookworld_nb.buffer import Collector, CollectorConfig, CountingTask, counti
 from rookworld_nb.kl import KLConfig, SettingError
 from rookworld_nb.positions import DataError, PromptMix, Sample, by_task, shipped
 from rookworld_nb.ranks import ALONE
+from rookworld_nb.sampling import PromptLengthError
 from rookworld_nb.trainer import Learning, Trainer, TrainerConfig, accumulate_gradients, imitate, items_of, speed
 from rookworld_nb.weights import end_token_id, load_pretrained
 
@@ -67,6 +69,16 @@ def test_rows_are_the_same_answers(base):
     assert_close(answer_loss(base, answers.rows(slice(1, 3), torch.device('cpu'))), nats[1:3])
 
 
+def test_padding_of_the_tokenizer_is_no_answer_and_one_that_cuts_is_refused(base):
+    tokenizer = Tokenizer.from_str(TASK.tokenizer.to_str())
+    tokenizer.enable_padding(length=9)
+    padded, plain = (encode_answers(which, UNEVEN) for which in (tokenizer, TASK.tokenizer))
+    assert torch.equal(padded.completion_ids, plain.completion_ids) and torch.equal(padded.completion_mask, plain.completion_mask)
+    tokenizer.no_padding()
+    tokenizer.enable_truncation(1)
+    with pytest.raises(PromptLengthError, match='cuts'): encode_answers(tokenizer, UNEVEN)
+
+
 # what is right
 
 def test_the_rules_answer_whatever_is_stored(nano, pool):
@@ -96,14 +108,15 @@ def test_without_environment_prompts_there_is_nothing_to_answer(nano):
 
 # beside an update
 
+@pytest.mark.parametrize('device', ['cpu', pytest.param('cuda', marks=pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a GPU'))])
 @pytest.mark.parametrize('size', [None, 1, 4])
-def test_their_gradient_is_added_and_their_loss_reported(base, size):
-    model, answers = copy.deepcopy(base), encode_answers(TASK.tokenizer, UNEVEN)
+def test_their_gradient_is_added_and_their_loss_reported(base, size, device):
+    model, answers = copy.deepcopy(base).to(device), encode_answers(TASK.tokenizer, UNEVEN)
     experience, config = experience_of(model), settings(sft_coef=.7, micro_batch_size=size)
     learning = Learning(model, config, .01, items_of(experience, 'dapo'), 8, 3)
     before, _ = accumulate_gradients(learning, experience)
     alone = gradients(model)
-    nats = answer_loss(model, answers).mean()
+    nats = answer_loss(model, answers.rows(slice(None), device)).mean()
     nats.backward()
     right = gradients(model)
     after, _ = accumulate_gradients(replace(learning, answers=answers), experience)
@@ -112,12 +125,13 @@ def test_their_gradient_is_added_and_their_loss_reported(base, size):
     assert imitate(learning, ALONE) == {}
 
 
-def test_what_is_taught_beside_is_learned_and_the_rest_forgets_less(base):
+def test_what_is_taught_beside_is_learned(base):
+    asked = by_task(TASK.samples)['A']
+
     def after(coef):
         model = copy.deepcopy(base)
-        asked = [one for one in TASK.samples if one.task == 'A']
         trainer = Trainer(model, settings(sft_coef=coef), copy.deepcopy(base), answers=lambda step: encode_answers(TASK.tokenizer, asked[step % 7::7]))
-        rows = list(trainer.run(iter([experience_of(model) for _ in range(1)]*30)))
+        rows = list(trainer.run([experience_of(model)]*30))
         with torch.no_grad(): return answer_loss(model, encode_answers(TASK.tokenizer, asked)).mean().item(), rows
     (without, plain), (with_them, rows) = after(0.), after(.5)
     assert 'sft_loss' not in plain[0] and rows[-1]['sft_loss'] < rows[0]['sft_loss'] and with_them < .5*without
@@ -130,25 +144,34 @@ def test_a_weight_without_answers_is_refused_and_answers_without_a_weight_are_no
 
     def never(step): raise AssertionError
     model = copy.deepcopy(base)
-    assert len(list(Trainer(model, settings(steps=1), answers=never).run(iter([experience_of(model)])))) == 1
+    assert len(list(Trainer(model, settings(steps=1), answers=never).run([experience_of(model)]))) == 1
 
 
-def test_answers_that_are_not_finite_leave_the_update_out(base, caplog):
+def test_an_update_without_a_token_of_its_own_asks_for_none(base):
+    def never(step): raise AssertionError
     model = copy.deepcopy(base)
-    trainer = Trainer(model, settings(steps=1, sft_coef=.5), answers=lambda step: encode_answers(TASK.tokenizer, UNEVEN))
-    with torch.no_grad(): experience = experience_of(model)
-    trainer.config = replace(trainer.config, sft_coef=1e38)    # the gradient overflows
+    experience = experience_of(model)
+    silent = replace(experience, parts=tuple(replace(part, loss_mask=torch.zeros_like(part.loss_mask)) for part in experience.parts))
+    row, = Trainer(model, settings(steps=1, sft_coef=.5), answers=never).run([silent])
+    assert row['skipped_updates'] == 1 and row['grad_norm'] == 0
+
+
+def test_answers_that_are_not_finite_leave_the_update_out(base):
+    model = copy.deepcopy(base)
+    trainer = Trainer(model, settings(steps=1, sft_coef=1e38), answers=lambda step: encode_answers(TASK.tokenizer, UNEVEN))    # the gradient overflows
     before = [p.clone() for p in model.parameters()]
-    row, = trainer.run(iter([experience]))
+    row, = trainer.run([experience_of(model)])
     assert row['skipped_updates'] == 1 and all(torch.equal(p, was) for p, was in zip(model.parameters(), before))
+    assert not any(trainer.broken['broken']) and row['sft_loss'] > 0    # no completion is to blame
 
 
 def test_utilisation_counts_them(base, monkeypatch):
     monkeypatch.setattr('rookworld_nb.trainer.product_rate', lambda device, bf16: 1e6)
     experience = experience_of(base)
     learning = Learning(base, settings(), .01, 1, 1, 3)
-    busy = [speed(replace(learning, answers=answers), experience, ALONE, 1.)['perf/mfu'] for answers in (None, encode_answers(TASK.tokenizer, UNEVEN[:1]))]
+    before, after = (speed(replace(learning, answers=answers), experience, ALONE, 1.) for answers in (None, encode_answers(TASK.tokenizer, UNEVEN[:1])))
     tokens, cfg = TASK.tokenizer.encode('P: 1').ids, base.cfg
     read = len(tokens) + 1    # the end token is written, not read
     needed = 2*12*cfg.n_embd**2*cfg.n_layer*read + 2*cfg.vocab_size*cfg.n_embd*2 + 4*cfg.n_layer*cfg.n_embd*read*(read + 1)//2
-    assert busy[1] - busy[0] == pytest.approx(3*needed/1e6, rel=1e-6)
+    assert after['perf/mfu'] - before['perf/mfu'] == pytest.approx(3*needed/1e6, rel=1e-6)
+    assert after['perf/train_tok_s'] - before['perf/train_tok_s'] == pytest.approx(2)

@@ -6,7 +6,7 @@ import pytest
 
 from rookworld_nb.config import BY_SIZE, TrainConfig
 from rookworld_nb.graphs import GraphDecoder
-from rookworld_nb.positions import by_task, is_rare, shipped, write_lines
+from rookworld_nb.positions import DataError, by_task, is_rare, shipped, write_lines
 from rookworld_nb.records import read_metrics
 from rookworld_nb.rewards import EngineSilent
 from rookworld_nb.rules import LABEL_NODES, EngineNotFound, Stockfish, fen_key, find_stockfish
@@ -31,6 +31,13 @@ def test_heldout_positions_never_reach_training(tmp_path, caplog):
     samples = training_samples(replace(SHORT, eval_policy=0, eval_env=0, data=str(tmp_path/'mixed.txt')))    # other runs examine them
     assert f'{155 - len(samples)} of 155 lines show positions of the evaluation' in caplog.text
     assert len(samples) == 100 and not {fen_key(s.fen) for s in samples} & {fen_key(s.fen) for s in heldout}
+
+
+def test_right_answers_need_prompts_to_answer(tmp_path):
+    write_lines(by_task(shipped('train'))['P'][:20], tmp_path/'policy.txt')
+    given = replace(SHORT, data=str(tmp_path/'policy.txt'), mix_env_ratio=0.)
+    assert len(training_samples(given)) == 20
+    with pytest.raises(DataError, match='--sft-coef 0.5: the data hold no A: prompt'): training_samples(replace(given, sft_coef=.5))
 
 
 def test_a_few_positions_are_taken_from_everywhere_in_the_file(tmp_path, caplog):

@@ -13,11 +13,13 @@ import torch
 from safetensors.torch import load_file
 
 from rookworld_nb import cli, model
+from rookworld_nb.answers import RightAnswers, answer_loss
 from rookworld_nb.config import BY_SIZE, TrainConfig
-from rookworld_nb.positions import by_task, is_rare, shipped, write_lines
+from rookworld_nb.positions import by_task, is_rare, shipped, spread, write_lines
 from rookworld_nb.records import metric_rows, read_completions
 from rookworld_nb.rewards import RewardTerms
 from rookworld_nb.tasks import env_prompt, parse_env
+from rookworld_nb.weights import load_pretrained
 
 SHORT = {'--steps': 3, '--batch-positions': 2, '--group-size': 4, '--max-new-tokens': 32, '--eval-policy': 0, '--eval-env': 0, '--seed': 13,
          '--mix-env-ratio': .5, '--max-positions': 60, '--warmup-steps': 0, '--device': 'cpu', '--lr': 1e-3, '--replays': 2,
@@ -56,6 +58,12 @@ def stops_early(words): return lambda plain, run: len(run.rows) < 3 and words in
 def stops_after_one_recovery(plain, run): return len(run.rows) < 9 and column(run, 'recoveries')[-1] == 1 and 'after 1 recoveries' in run.said
 def weights(run): return load_file(run.folder/'final_checkpoint'/'model.safetensors')
 def rare_prompts(run): return {RARE[prompt] for table in run.tables for prompt in table['prompt'] if prompt.startswith('A:')}
+def first_answers(count):
+    model, tokenizer = load_pretrained('nano')
+    samples = spread(by_task(shipped('train'))['A'], SHORT['--max-positions'])
+    with torch.no_grad(): return answer_loss(model, RightAnswers(samples, tokenizer, count, SHORT['--seed'])(1)).mean().item()
+
+
 def moved(plain, run): return sum((weights(run)[name] - weights(plain)[name]).abs().sum() for name in weights(plain))
 
 
@@ -120,7 +128,7 @@ CASES = {
     'entropy_coef': ({'--entropy-coef': .1}, lambda plain, run: run.rows[0]['entropy_loss'] == pytest.approx(-.1*run.rows[0]['entropy'], rel=1e-4)),
     'sft_coef': ({'--sft-coef': .5}, lambda plain, run: column(run, 'reward')[0] == column(plain, 'reward')[0] and run.rows[0]['sft_loss'] > 0 and 'sft_loss' not in plain.rows[0]
                  and 'with each update 64 right A: answers' in run.said and differs('grad_norm', 1)(plain, run)),
-    'sft_positions': ({'--sft-coef': .5, '--sft-positions': 3}, lambda plain, run: 'with each update 3 right A: answers' in run.said and run.rows[0]['sft_loss'] > 0),
+    'sft_positions': ({'--sft-coef': .5, '--sft-positions': 3}, lambda plain, run: 'with each update 3 right A: answers' in run.said and run.rows[0]['sft_loss'] == pytest.approx(first_answers(3), rel=1e-4)),
     'adamw': ({'--adamw': 'loop'}, lambda plain, run: 0 < moved(plain, run) < 1e-2*sum(value.abs().sum() for value in weights(plain).values())),
     'matmul_precision': ({'--matmul-precision': 'medium'}, lambda plain, run: torch.get_float32_matmul_precision() == 'medium'
                          and 'float32 products: medium;' in run.said),
