@@ -45,13 +45,13 @@ def draw(
 
 # %% ../nbs/06_sampling.ipynb #4407b6f1
 def token_rows(
-    tokenizer: Tokenizer,  # of the `tokenizers` library; one that pads is taken as it is, one that cuts is refused
+    tokenizer: Tokenizer,  # of the `tokenizers` library; what it pads is left out, one that cuts texts is refused
     texts: Sequence[str],  # prompts, or answers to them
 ) -> list[list[int]]:      # ids of each
     'Token ids of texts, as long as they are.'
     encodings = tokenizer.encode_batch(list(texts), add_special_tokens=False)
     if any(e.overflowing for e in encodings):
-        raise PromptLengthError('the tokenizer cuts long prompts; call its no_truncation() first')
+        raise PromptLengthError('the tokenizer cuts long texts; call its no_truncation() first')
     return [[i for i, real in zip(e.ids, e.attention_mask) if real] for e in encodings]
 
 

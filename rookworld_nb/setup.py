@@ -195,7 +195,7 @@ def announced(
 def answers_of(
     run: 'Setup',  # whose configuration, samples and tokenizer are there
 ) -> RightAnswers | None:
-    "The right answers that are learned beside the samples, if any are."
+    "The right answers that are learned beside the rewards, if any are."
     config = run.config
     return RightAnswers(run.samples, run.tokenizer, config.sft_positions, config.seed) if config.sft_coef else None
 
