@@ -13,11 +13,11 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from .corpus import env_sample
 from .model import GPT
 from .positions import DataError, Rounds, Sample, by_task
-from .rewards import rules_truth
 from .sampling import completion_logprobs, encode_prompts, token_rows
-from .tasks import format_env, read_prompt
+from .tasks import read_prompt
 from .weights import end_token_id
 
 # %% ../nbs/18_answers.ipynb #95edb060
@@ -70,9 +70,8 @@ def right_answer(
     prompt: str,  # A: prompt
 ) -> Sample:      # the same prompt; its answer by the rules of chess
     "Answer an environment prompt."
-    asked, step = read_prompt(prompt), rules_truth(prompt)
-    line = format_env(asked.fen, asked.uci, asked.history, step.new_fen, step.reward, step.terminated, step.truncated)
-    return Sample(prompt, line.split('+', 3)[3])
+    asked = read_prompt(prompt)
+    return env_sample(asked.fen, asked.uci, asked.history)
 
 
 class RightAnswers:

@@ -19,7 +19,7 @@ import os
 import random
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
@@ -181,11 +181,10 @@ def make_policy_data(
 def env_sample(
     fen: str,  # the position
     uci: str,  # the move, legal or not
-) -> Sample:  # history = the move alone, so that the next position always starts at the same token
+    history: Sequence[str] | None = None,  # plies shown; None: the move alone, and nano's answers start at one token
+) -> Sample:
     "The A: sample of a position and a move, judged by the rules."
-    step = env_step(fen, uci, [uci])
-    line = format_env(fen, uci, [uci], step.new_fen, step.reward, step.terminated, step.truncated)
-    return Sample(*split_line(line))
+    return Sample(*split_line(format_env(fen, uci, history, *env_step(fen, uci))))
 
 
 def verdict(
