@@ -33,7 +33,7 @@ from rookworld_nb.weights import interpolate, load_pretrained
 
 SHARD, ENV_SHARD, NODES, SEED = 2000, 1000, 2000, 10    # the prompts of nano's fourth pre-training, which had seed 9
 RARE = [*(f'{name}_recall' for name in OUTCOMES), 'false_alarms']
-SETTINGS = ('mix_env_ratio', 'rare_env_ratio', 'kl_coef', 'credit', 'illegal_cost', 'repeat_cost', 'sft_coef', 'steps', 'lr', 'seed')
+SETTINGS = ('mix_env_ratio', 'rare_env_ratio', 'kl_coef', 'credit', 'illegal_cost', 'repeat_cost', 'answer_coef', 'steps', 'lr', 'seed')
 
 
 def unseen(files, count, exclude):

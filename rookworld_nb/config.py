@@ -114,8 +114,8 @@ class UpdateOptions:
     kl_spike_factor: float | None = None  # a KL so many times its mean (or kl_target, if larger) fails; none: no limit
     max_recoveries: int = 3           # returns of a diverged run to its last good state, each at half the rate
     entropy_coef: float = 0.0         # weight of the entropy bonus
-    sft_coef: float = 0.0             # weight of the loss of right A: answers, learned beside the rewards; 0: none are
-    sft_positions: int = 64           # A: prompts, of all there are, whose right answer is learned with each update
+    answer_coef: float = 0.0          # weight of the chance of right A: answers, raised beside the rewards; 0: none is
+    answer_positions: int = 64        # A: prompts, of all there are, whose right answers are read with each update
     use_gae: bool = False             # advantages of tokens from a value head instead of the group's
     gamma: float = 0.99               # of the advantages with --use-gae: discount per token
     gae_lambda: float = 0.95          # of the advantages with --use-gae: share taken from the rewards themselves
@@ -195,9 +195,9 @@ def check_kinds(
 # %% ../nbs/27_config.ipynb #eb00f9a9
 LEAST = {'steps': 1, 'batch_positions': 1, 'replays': 1, 'eval_every': 1, 'save_every': 1, 'keep_checkpoints': 1,
          'history_plies': 1, 'max_positions': 1, 'max_new_tokens': 1, 'buffer_capacity': 1, 'eval_samples': 1,
-         'eval_policy': 0, 'eval_env': 0, 'sft_positions': 1}
+         'eval_policy': 0, 'eval_env': 0, 'answer_positions': 1}
 OF_THE_GROUP = ('baseline_type', 'scale_rewards', 'drop_tied')    # of no use to a critic
-NEEDS = {'gamma': 'use_gae', 'gae_lambda': 'use_gae', 'value_loss_coef': 'use_gae', 'sft_positions': 'sft_coef',
+NEEDS = {'gamma': 'use_gae', 'gae_lambda': 'use_gae', 'value_loss_coef': 'use_gae', 'answer_positions': 'answer_coef',
          'kl_warmup_factor': 'kl_warmup_steps', 'normalize_momentum': 'normalize_rewards',
          'normalize_floor': 'normalize_rewards'}    # of no use without
 CHOICES = {'credit': (None, *CREDITS), 'baseline_type': BASELINES, 'reward_shaping': get_args(Shaping)}

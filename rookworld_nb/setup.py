@@ -89,8 +89,8 @@ def training_samples(
     samples = shipped('train') if config.data is None else apart_from_evaluation(config.data)
     if config.max_positions is not None:
         samples = [sample for some in by_task(samples).values() for sample in spread(some, config.max_positions)]
-    if config.sft_coef and not by_task(samples)['A']:
-        raise DataError(f'--sft-coef {config.sft_coef:g}: the data hold no A: prompt to answer')
+    if config.answer_coef and not by_task(samples)['A']:
+        raise DataError(f'--answer-coef {config.answer_coef:g}: the data hold no A: prompt to answer')
     if config.mix_env_ratio != 0 and config.rare_env_ratio: warn_of_few(by_task(samples)['A'], config.rare_env_ratio)
     if config.stockfish_path is not None:
         samples = [replace(sample, completion='') if sample.task == 'P' else sample for sample in samples]
@@ -197,7 +197,8 @@ def answers_of(
 ) -> RightAnswers | None:
     "The right answers that are learned beside the rewards, if any are."
     config = run.config
-    return RightAnswers(run.samples, run.tokenizer, config.sft_positions, config.seed) if config.sft_coef else None
+    if config.answer_coef == 0: return None
+    return RightAnswers(run.samples, run.tokenizer, config.answer_positions, config.seed)
 
 
 def collector_of(
@@ -284,7 +285,7 @@ def planned_work(
             f'of up to {longest} tokens; {prompts_to_draw(run)} to draw from, '
             f'{len(run.heldout)} held-out positions'
             + (f'; whole answers are paid, because of {", ".join(whole)}' if whole else '')
-            + (f'; with each update {config.sft_positions} right A: answers' if config.sft_coef else '')
+            + (f'; with each update {config.answer_positions} right A: answers' if config.answer_coef else '')
             + (f'; {run.trainer.step} are done in {run.folder}' if config.resume else '')
             + (f'; {run.ranks.size} processes' if run.ranks.size > 1 else ''))
 

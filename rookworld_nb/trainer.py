@@ -6,9 +6,9 @@
 __all__ = ['SCHEDULES', 'ADAMW', 'LOSS_OPTIONS', 'KL_LIMITS', 'PIECE_TOKENS', 'logger', 'RECENT', 'TrainerConfig', 'check_config',
            'lr_factor', 'build_optimizer', 'MicroBatch', 'usual_piece', 'micro_batches', 'items_of', 'FirstUpdateError',
            'likely_cause', 'check_kl_inputs', 'check_first_update', 'exact_token_kl', 'Critic', 'judged_by',
-           'critic_loss', 'Learning', 'imitate', 'check_needs', 'broken_rows', 'accumulate_gradients', 'take_step',
-           'seen_by_all', 'add_gradients', 'Health', 'find_failure', 'follow_kl', 'count_skipped', 'Learner',
-           'still_computes', 'speed', 'update', 'recover', 'trainer_state', 'restore_trainer', 'Trainer']
+           'critic_loss', 'Learning', 'learn_answers', 'check_needs', 'broken_rows', 'accumulate_gradients',
+           'take_step', 'seen_by_all', 'add_gradients', 'Health', 'find_failure', 'follow_kl', 'count_skipped',
+           'Learner', 'still_computes', 'speed', 'update', 'recover', 'trainer_state', 'restore_trainer', 'Trainer']
 
 # %% ../nbs/19_trainer.ipynb #2a1b3d85
 import copy
@@ -23,7 +23,7 @@ import pandas as pd
 import torch
 from torch import Tensor, nn
 
-from .answers import Answers, answer_loss
+from .answers import Answers, answer_logprobs
 from .buffer import Experience, RolloutBuffer, check_reference, share_of, stack_rows
 from .grpo import (
     IMPORTANCE_LEVELS, LOSS_TYPES, MissingInputError, count_items, gae, grpo_loss, place_rewards, value_loss)
@@ -62,7 +62,7 @@ class TrainerConfig:
     kl_estimator: str = 'kl3'          # of the KL term: kl1 | kl2 | kl3, exact: forward | reverse | symmetric
     kl_unbiased: bool = True           # multiply the KL by the ratio: its gradient is that of KL(policy || reference)
     entropy_coef: float = 0.0          # weight of the entropy bonus
-    sft_coef: float = 0.0              # weight of the loss of right answers beside the rewards
+    answer_coef: float = 0.0           # weight of the chance of right answers beside the rewards
     use_gae: bool = False              # advantages of tokens from a critic instead of the group's
     gamma: float = 0.99                # the critic: discount per token
     gae_lambda: float = 0.95           # the critic: share of the future that is taken from the rewards
@@ -89,7 +89,7 @@ def check_config(
     counts = {'steps': 1, 'warmup_steps': 0, 'max_skipped': 1, 'max_recoveries': 0}
     if config.micro_batch_size is not None: counts['micro_batch_size'] = 1
     for name, least in counts.items(): check_count(name, getattr(config, name), least)
-    for name in ('lr', 'weight_decay', 'value_loss_coef', 'sft_coef'):
+    for name in ('lr', 'weight_decay', 'value_loss_coef', 'answer_coef'):
         if not 0 <= (value := getattr(config, name)) < math.inf:
             raise SettingError(f'{name}={value} must be finite and at least 0')
     for name in ('clip_low', 'clip_high', 'grad_clip', 'identity_tolerance', *KL_LIMITS):    # 0 would clip rounding
@@ -396,20 +396,19 @@ class Learning:
         return loss + config.value_loss_coef*off, metrics | more
 
 # %% ../nbs/19_trainer.ipynb #3c4ff8fd
-def imitate(
+def learn_answers(
     learning: Learning,  # the policy's gradients are added to what its parameters hold
     ranks: Ranks,        # each takes some of the answers
-) -> dict[str, float]:   # mean loss of an answer, nats; nothing without right answers
-    "Backward through the right answers of the step."
+) -> dict[str, float]:   # mean chance of another answer; nothing without right answers
+    "Backward through the right answers of the step: the chance of each shall rise."
     if learning.answers is None: return {}
-    count, device, loss = len(learning.answers), learning.model.wte.weight.device, 0.
-    mine = learning.answers.rows(ranks.share(count), device)
-    size = learning.config.micro_batch_size or max(1, usual_piece(mine))    # a share may be empty
-    for start in range(0, len(mine), size):
-        own = answer_loss(learning.model, mine.rows(slice(start, start + size), device)).sum()/count
-        (learning.config.sft_coef*own).backward()
-        loss = loss + own.detach()
-    return {'sft_loss': sum(ranks.gather(float(loss)))}
+    model, count, wrong = learning.model, len(learning.answers), 0.
+    mine = learning.answers.rows(ranks.share(count)).to(model.wte.weight.device)
+    for some in mine.pieces(learning.config.micro_batch_size or max(1, usual_piece(mine))):    # a share may be empty
+        missing = (1 - answer_logprobs(model, some).exp()).sum()/count
+        (learning.config.answer_coef*missing).backward()
+        wrong = wrong + missing.detach()
+    return {'answers_wrong': sum(ranks.gather(float(wrong)))}
 
 
 def check_needs(
@@ -420,8 +419,8 @@ def check_needs(
     "Raise SettingError where something is missing that the settings need."
     if config.kl_estimator in EXACT_KL and ref_model is None:
         raise SettingError(f'kl_estimator={config.kl_estimator} needs the reference model')
-    if config.sft_coef and answers is None:
-        raise SettingError(f'sft_coef={config.sft_coef} needs right answers')
+    if config.answer_coef and answers is None:
+        raise SettingError(f'answer_coef={config.answer_coef} needs right answers')
 
 # %% ../nbs/19_trainer.ipynb #aab93d1c
 def broken_rows(
@@ -453,7 +452,7 @@ def accumulate_gradients(
     if len(seen) > 1 or ranks.size > 1:    # a percentile or a maximum is no mean over pieces
         with torch.no_grad():
             loss, metrics = learning.loss(whole)
-    beside = imitate(learning, ranks)
+    beside = learn_answers(learning, ranks)
     add_gradients(ranks, learning)
     return {'loss': loss.item()} | metrics | beside, broken_rows(whole)
 
@@ -579,7 +578,7 @@ class Learner:
         config: TrainerConfig = TrainerConfig(),  # how
         ref_model: GPT | None = None,             # the frozen reference; needed where kl_estimator is exact
         ranks: Ranks = ALONE,                     # the processes that share each batch; all hold the same models
-        answers: Callable[[int], Answers] | None = None,  # of a step, a `RightAnswers`; needed where sft_coef is not 0
+        answers: Callable[[int], Answers] | None = None,  # of a step, a `RightAnswers`; needed with an answer_coef
     ) -> None:
         check_needs(config, ref_model, answers)
         check_reference(model, ref_model)
@@ -648,7 +647,7 @@ def update(
     in_loss = kl_coef if experience.kl_penalty is None else 0.    # the rewards have paid for it
     learning = Learning(trainer.model, config, in_loss, items_of(experience, config.loss_type), max(1, tokens),
                         experience.max_completion_length, trainer.ref_model, trainer.critic,
-                        trainer.answers(step) if config.sft_coef and tokens else None)
+                        trainer.answers(step) if config.answer_coef and tokens else None)
     trainer.optimizer.zero_grad(set_to_none=True)    # whatever the model was used for before
     first = trainer.untouched
     if first: check_kl_inputs(experience, config)

@@ -32,7 +32,7 @@ CASES = {
     'buffer of few groups': ({}, {}, {'replays': 2, 'capacity': 2, 'minibatch_positions': 3, 'drop_tied': True}),
     'diverged': ({}, {'kl_divergence_threshold': 1e-9, 'max_recoveries': 2}, {}),
     'price of the KL': ({}, {}, {}),
-    'right answers, pieces': ({}, {'sft_coef': .5, 'micro_batch_size': 2}, {}),
+    'right answers, pieces': ({}, {'answer_coef': .5, 'micro_batch_size': 2}, {}),
 }
 
 

@@ -1,4 +1,4 @@
-"""Right answers: the loss is that of whole answers, the order is a function of the step, and a trainer adds exactly their gradient."""
+"""Right answers: the log-probability is that of whole answers, the order is a function of the step, and a trainer adds exactly the gradient of their chance."""
 import copy
 from dataclasses import replace
 
@@ -7,18 +7,20 @@ import torch
 from tokenizers import Tokenizer
 from torch.testing import assert_close
 
-from rookworld_nb.answers import RightAnswers, answer_loss, encode_answers, right_answer
+from rookworld_nb.answers import RightAnswers, answer_logprobs, encode_answers, right_answer
 from rookworld_nb.buffer import Collector, CollectorConfig, CountingTask, counting_policy
 from rookworld_nb.kl import KLConfig, SettingError
 from rookworld_nb.positions import DataError, PromptMix, Sample, by_task, shipped
 from rookworld_nb.ranks import ALONE
 from rookworld_nb.sampling import PromptLengthError
-from rookworld_nb.trainer import Learning, Trainer, TrainerConfig, accumulate_gradients, imitate, items_of, speed
+from rookworld_nb.trainer import Learning, Trainer, TrainerConfig, accumulate_gradients, learn_answers, items_of, speed
 from rookworld_nb.weights import end_token_id, load_pretrained
 
 TASK = CountingTask()
 #: Answers of one and two digits to prompts of one to three tokens: padding on both sides.
 UNEVEN = [Sample('P: 1', '2'), Sample('A: 3', '4 5'), Sample('A: 3 4 5', '6'), Sample('P: 1 2', '3 4')]
+#: The policy gives these chances of .05 to .4, and UNEVEN's last two hardly any.
+LIKELY = [Sample('P: 1', '2'), Sample('A: 1', '2 3'), Sample('P: 9', '0'), Sample('A: 0', '1 2')]
 
 
 @pytest.fixture(scope='module')
@@ -55,18 +57,20 @@ def settings(**options):
 
 def test_the_loss_of_an_answer_is_that_of_all_its_tokens_read_alone(base):
     end = end_token_id(TASK.tokenizer)
-    for sample, nats in zip(UNEVEN, answer_loss(base, encode_answers(TASK.tokenizer, UNEVEN))):
+    for sample, logprob in zip(UNEVEN, answer_logprobs(base, encode_answers(TASK.tokenizer, UNEVEN))):
         prompt, answer = (TASK.tokenizer.encode(text, add_special_tokens=False).ids for text in (sample.prompt, sample.completion))
         ids = torch.tensor([[*prompt, *answer, end]])
         logprobs = base.logits(base.hidden(ids[:, :-1])).log_softmax(-1)[0].gather(1, ids[0, 1:, None]).squeeze(1)
-        assert nats.item() == pytest.approx(-logprobs[len(prompt) - 1:].sum().item(), rel=1e-5)
+        assert logprob.item() == pytest.approx(logprobs[len(prompt) - 1:].sum().item(), rel=1e-5)
 
 
 def test_rows_are_the_same_answers(base):
     answers = encode_answers(TASK.tokenizer, UNEVEN)
-    nats = answer_loss(base, answers)
-    assert len(answers) == 4 and len(answers.rows(slice(1, 3), torch.device('cpu'))) == 2
-    assert_close(answer_loss(base, answers.rows(slice(1, 3), torch.device('cpu'))), nats[1:3])
+    logprobs = answer_logprobs(base, answers)
+    assert len(answers) == 4 and [len(some) for some in answers.pieces(3)] == [3, 1] and [*answers.rows(slice(0)).pieces(2)] == []
+    for chosen in (slice(1, 3), torch.tensor([False, True, False, True])):
+        assert_close(answer_logprobs(base, answers.rows(chosen)), logprobs[chosen])
+    assert_close(torch.cat([answer_logprobs(base, some) for some in answers.pieces(3)]), logprobs)
 
 
 def test_padding_of_the_tokenizer_is_no_answer_and_one_that_cuts_is_refused(base):
@@ -110,19 +114,19 @@ def test_without_environment_prompts_there_is_nothing_to_answer(nano):
 
 @pytest.mark.parametrize('device', ['cpu', pytest.param('cuda', marks=pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a GPU'))])
 @pytest.mark.parametrize('size', [None, 1, 4])
-def test_their_gradient_is_added_and_their_loss_reported(base, size, device):
-    model, answers = copy.deepcopy(base).to(device), encode_answers(TASK.tokenizer, UNEVEN)
-    experience, config = experience_of(model), settings(sft_coef=.7, micro_batch_size=size)
+def test_the_gradient_of_their_chance_is_added_and_what_is_wrong_reported(base, size, device):
+    model, answers = copy.deepcopy(base).to(device), encode_answers(TASK.tokenizer, UNEVEN + LIKELY).to(device)
+    experience, config = experience_of(model), settings(answer_coef=.7, micro_batch_size=size)
     learning = Learning(model, config, .01, items_of(experience, 'dapo'), 8, 3)
     before, _ = accumulate_gradients(learning, experience)
     alone = gradients(model)
-    nats = answer_loss(model, answers.rows(slice(None), device)).mean()
-    nats.backward()
+    chance = answer_logprobs(model, answers).exp().mean()
+    chance.backward()
     right = gradients(model)
     after, _ = accumulate_gradients(replace(learning, answers=answers), experience)
-    assert_close(gradients(model), alone + .7*right, rtol=1e-4, atol=1e-6)
-    assert right.norm() > .1 and after.pop('sft_loss') == pytest.approx(nats.item(), rel=1e-5) and after == pytest.approx(before)
-    assert imitate(learning, ALONE) == {}
+    assert_close(gradients(model), alone - .7*right, rtol=1e-4, atol=1e-6)
+    assert right.norm() > .1 and after.pop('answers_wrong') == pytest.approx(1 - chance.item(), rel=1e-5) and after == pytest.approx(before)
+    assert learn_answers(learning, ALONE) == {}
 
 
 def test_what_is_taught_beside_is_learned(base):
@@ -130,17 +134,17 @@ def test_what_is_taught_beside_is_learned(base):
 
     def after(coef):
         model = copy.deepcopy(base)
-        trainer = Trainer(model, settings(sft_coef=coef), copy.deepcopy(base), answers=lambda step: encode_answers(TASK.tokenizer, asked[step % 7::7]))
+        trainer = Trainer(model, settings(answer_coef=coef), copy.deepcopy(base), answers=lambda step: encode_answers(TASK.tokenizer, asked[step % 7::7]))
         rows = list(trainer.run([experience_of(model)]*30))
-        with torch.no_grad(): return answer_loss(model, encode_answers(TASK.tokenizer, asked)).mean().item(), rows
+        with torch.no_grad(): return answer_logprobs(model, encode_answers(TASK.tokenizer, asked)).exp().mean().item(), rows
     (without, plain), (with_them, rows) = after(0.), after(.5)
-    assert 'sft_loss' not in plain[0] and rows[-1]['sft_loss'] < rows[0]['sft_loss'] and with_them < .5*without
+    assert 'answers_wrong' not in plain[0] and rows[-1]['answers_wrong'] < rows[0]['answers_wrong'] and with_them > 3*without
 
 
 def test_a_weight_without_answers_is_refused_and_answers_without_a_weight_are_not_made(base):
-    with pytest.raises(SettingError, match='sft_coef=0.5 needs right answers'): Trainer(base, settings(sft_coef=.5))
+    with pytest.raises(SettingError, match='answer_coef=0.5 needs right answers'): Trainer(base, settings(answer_coef=.5))
     for wrong in (-1., float('inf'), float('nan')):
-        with pytest.raises(SettingError, match='sft_coef'): settings(sft_coef=wrong)
+        with pytest.raises(SettingError, match='answer_coef'): settings(answer_coef=wrong)
 
     def never(step): raise AssertionError
     model = copy.deepcopy(base)
@@ -152,17 +156,17 @@ def test_an_update_without_a_token_of_its_own_asks_for_none(base):
     model = copy.deepcopy(base)
     experience = experience_of(model)
     silent = replace(experience, parts=tuple(replace(part, loss_mask=torch.zeros_like(part.loss_mask)) for part in experience.parts))
-    row, = Trainer(model, settings(steps=1, sft_coef=.5), answers=never).run([silent])
+    row, = Trainer(model, settings(steps=1, answer_coef=.5), answers=never).run([silent])
     assert row['skipped_updates'] == 1 and row['grad_norm'] == 0
 
 
 def test_answers_that_are_not_finite_leave_the_update_out(base):
     model = copy.deepcopy(base)
-    trainer = Trainer(model, settings(steps=1, sft_coef=1e38), answers=lambda step: encode_answers(TASK.tokenizer, UNEVEN))    # the gradient overflows
+    trainer = Trainer(model, settings(steps=1, answer_coef=1e38), answers=lambda step: encode_answers(TASK.tokenizer, UNEVEN))    # the gradient overflows
     before = [p.clone() for p in model.parameters()]
     row, = trainer.run([experience_of(model)])
     assert row['skipped_updates'] == 1 and all(torch.equal(p, was) for p, was in zip(model.parameters(), before))
-    assert not any(trainer.broken['broken']) and row['sft_loss'] > 0    # no completion is to blame
+    assert not any(trainer.broken['broken']) and row['answers_wrong'] > 0    # no completion is to blame
 
 
 def test_utilisation_counts_them(base, monkeypatch):

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from rookworld_nb import cli, model
-from rookworld_nb.answers import RightAnswers, answer_loss
+from rookworld_nb.answers import RightAnswers, answer_logprobs
 from rookworld_nb.config import BY_SIZE, TrainConfig
 from rookworld_nb.positions import by_task, is_rare, shipped, spread, write_lines
 from rookworld_nb.records import metric_rows, read_completions
@@ -61,7 +61,7 @@ def rare_prompts(run): return {RARE[prompt] for table in run.tables for prompt i
 def first_answers(count):
     model, tokenizer = load_pretrained('nano')
     samples = spread(by_task(shipped('train'))['A'], SHORT['--max-positions'])
-    with torch.no_grad(): return answer_loss(model, RightAnswers(samples, tokenizer, count, SHORT['--seed'])(1)).mean().item()
+    with torch.no_grad(): return 1 - answer_logprobs(model, RightAnswers(samples, tokenizer, count, SHORT['--seed'])(1)).exp().mean().item()
 
 
 def moved(plain, run): return sum((weights(run)[name] - weights(plain)[name]).abs().sum() for name in weights(plain))
@@ -126,9 +126,9 @@ CASES = {
     'kl_spike_factor': ({'--kl-spike-factor': 1.01, '--kl-target': 1e-9, '--max-recoveries': 0}, stops_early('diverged')),
     'max_recoveries': ({'--kl-divergence-threshold': 1e-7, '--max-recoveries': 1, '--steps': 9}, stops_after_one_recovery),
     'entropy_coef': ({'--entropy-coef': .1}, lambda plain, run: run.rows[0]['entropy_loss'] == pytest.approx(-.1*run.rows[0]['entropy'], rel=1e-4)),
-    'sft_coef': ({'--sft-coef': .5}, lambda plain, run: column(run, 'reward')[0] == column(plain, 'reward')[0] and run.rows[0]['sft_loss'] > 0 and 'sft_loss' not in plain.rows[0]
+    'answer_coef': ({'--answer-coef': .5}, lambda plain, run: column(run, 'reward')[0] == column(plain, 'reward')[0] and run.rows[0]['answers_wrong'] > 0 and 'answers_wrong' not in plain.rows[0]
                  and 'with each update 64 right A: answers' in run.said and differs('grad_norm', 1)(plain, run)),
-    'sft_positions': ({'--sft-coef': .5, '--sft-positions': 3}, lambda plain, run: 'with each update 3 right A: answers' in run.said and run.rows[0]['sft_loss'] == pytest.approx(first_answers(3), rel=1e-4)),
+    'answer_positions': ({'--answer-coef': .5, '--answer-positions': 3}, lambda plain, run: 'with each update 3 right A: answers' in run.said and run.rows[0]['answers_wrong'] == pytest.approx(first_answers(3), rel=1e-4)),
     'adamw': ({'--adamw': 'loop'}, lambda plain, run: 0 < moved(plain, run) < 1e-2*sum(value.abs().sum() for value in weights(plain).values())),
     'matmul_precision': ({'--matmul-precision': 'medium'}, lambda plain, run: torch.get_float32_matmul_precision() == 'medium'
                          and 'float32 products: medium;' in run.said),
