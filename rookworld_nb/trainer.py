@@ -366,7 +366,7 @@ class Learning:
     longest: int              # tokens a completion may have had
     ref_model: GPT | None = None  # the reference, where the KL is exact
     critic: Critic | None = None  # where advantages come from one
-    answers: Answers | None = None  # right ones, whose likelihood is raised too
+    answers: Answers | None = None  # right ones, whose chance is raised too
 
     def piece(
         self,
