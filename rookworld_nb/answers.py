@@ -35,7 +35,7 @@ class Answers:
 
     def rows(
         self,
-        chosen: slice | Tensor,  # of the n
+        chosen: slice,  # of the n
     ) -> 'Answers':
         "Some of them."
         return Answers(*(tensor[chosen] for tensor in vars(self).values()))
