@@ -53,9 +53,9 @@ def settings(**options):
     return TrainerConfig(**{'steps': 30, 'lr': 3e-3, 'warmup_steps': 0, 'kl': KLConfig(kl_coef=.01), 'kl_divergence_threshold': None} | options)
 
 
-# the loss
+# the log-probability
 
-def test_the_loss_of_an_answer_is_that_of_all_its_tokens_read_alone(base):
+def test_the_log_probability_of_an_answer_is_that_of_all_its_tokens_read_alone(base):
     end = end_token_id(TASK.tokenizer)
     for sample, logprob in zip(UNEVEN, answer_logprobs(base, encode_answers(TASK.tokenizer, UNEVEN))):
         prompt, answer = (TASK.tokenizer.encode(text, add_special_tokens=False).ids for text in (sample.prompt, sample.completion))
