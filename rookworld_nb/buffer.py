@@ -638,6 +638,7 @@ class RolloutBuffer:
     ) -> None:
         self.collector, self.config, self.dealt = iter(collector), config, 0
         self.newest: Experience | None = None  # the latest collection, whole
+        self.arrived: list[Experience] = []    # what was collected for the latest minibatch: none, one, or several
         self.clear()
 
     def clear(self) -> None:
@@ -647,9 +648,8 @@ class RolloutBuffer:
 
     def __iter__(self) -> Iterator[Experience]: return self
     def __next__(self) -> Experience:
-        c, self.groups = self.config, usable_groups(self.groups, self.dealt, self.config)
-        kept = {group.experience for group in self.groups}
-        self.experiences = {number: e for number, e in self.experiences.items() if number in kept}
+        c, self.arrived, self.groups = self.config, [], usable_groups(self.groups, self.dealt, self.config)
+        self.experiences = {group.experience: self.experiences[group.experience] for group in self.groups}
         while is_wanting(self.groups, self.newest.num_groups if self.newest else 1, c) \
                 and (experience := next(self.collector, None)) is not None:
             check_room(c, experience.num_groups)
@@ -657,6 +657,7 @@ class RolloutBuffer:
                 raise SettingError(f'experience number {experience.number} is stored already; each needs its own')
             due = min((group.due for group in self.groups), default=0)    # new groups join the pass that is going on
             self.newest = self.experiences[experience.number] = experience
+            self.arrived.append(experience)
             self.groups += stored_groups(experience, self.dealt, due, c.drop_tied)
         if not self.groups: raise StopIteration
         size = c.minibatch_positions or self.newest.num_groups

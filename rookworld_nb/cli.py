@@ -23,7 +23,7 @@ import pkgutil
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext, suppress
 from importlib.resources import files as files_of
 from pathlib import Path
 from types import SimpleNamespace
@@ -587,13 +587,17 @@ def train(
         raise UsageError(f'--preset {preset}: not with --resume, which goes on with the settings of the run')
     writers = [lambda folder, _: TensorBoardWriter(folder/'tensorboard')] if tensorboard else []
     writers += [lambda _, settings: WandbWriter(wandb, settings)] if wandb else []
-    with torchrun(config.get('rank_timeout', HardwareConfig.rank_timeout), config.get('device', 'auto')) as ranks:
+    known = config
+    if resume:
+        with suppress(ValueError): known = dataclasses.asdict(run.resumed_config(**config))    # or it is said below
+    with torchrun(known.get('rank_timeout', HardwareConfig.rank_timeout), known.get('device', 'auto')) as ranks:
         try:
             config = run.resumed_config(**config) if resume else PRESETS[preset](**config)
             if not plan:
                 run.train(config, writers, ranks)
-            elif (line := planned_work(run.Run(config, ranks))) and ranks.first:
-                emit(line)
+                return
+            with closing(run.Run(config, ranks)) as planned:
+                if ranks.first: emit(planned_work(planned))
         except ValueError as error:
             if preset != 'nano': error.add_note(f'what was not given is that of --preset {preset}')
             raise
@@ -644,7 +648,7 @@ def ablate(
 def search(
     config,                                # what was given of a config.TrainConfig, shared by all trials
     space: tuple[str, ...] | None = None,  # nano, grid, 'NAME=a|b', NAME=low..high[:log]; none: grid, or nano for nano
-    trials: int | None = None,             # whole runs, of the study in all; none: every point (nano 216, grid 432)
+    trials: int | None = None,             # whole runs, of the study in all; none: every point (nano 108, grid 432)
     output_dir: Path = Path('runs/search'),  # of the study; named again, it goes on
     workers: int = 1,                     # trials side by side, a process each
     storage: str | None = None,           # URL of a database shared by machines; none: a file in --output-dir

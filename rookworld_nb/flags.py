@@ -207,7 +207,7 @@ def settings_in(
             raise UsageError(f'--config {path}: {name} is a table; write its lines, name = value, without its header')
         if name not in known:
             raise UsageError(f'--config {path}: ' + no_such('setting', name, known))
-        if isinstance(value, list) and typing.get_origin(flags[name].kind) is not tuple:
+        if isinstance(value, list) and not placeholder(flags[name].kind).endswith(',...'):
             raise UsageError(f'--config {path}: {name} is a list; a setting is one value')
         if name in texts:
             raise UsageError(f'--config {path}: {name} is there twice, once with - and once with _')

@@ -42,7 +42,7 @@ class RewardConfigError(ValueError):
 @dataclass(frozen=True)
 class RewardTerms:
     """What each part of an answer counts, and how it is measured; a training run has these settings too."""
-    penalty: float = -0.3                     # of the worst, all parts 0 (graduated: unreadable; ladder: no rung)
+    penalty: float = -0.3                     # all parts 0 (graduated: unreadable; ladder: that, and no rung)
     policy_format_weight: float = 2.0         # P: weight of the format
     candidates_weight: float = 1.5            # P: weight of the overlap with the engine's moves
     evals_weight: float = 1.0                 # P: weight of the evaluations' closeness

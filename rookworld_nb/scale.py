@@ -58,7 +58,7 @@ logger = logging.getLogger(__name__)
 SPACES: dict[str, tuple[str, ...]] = {
     'grid': ('lr=1e-5|2e-5|5e-5', 'kl_coef=.05|.1|.2', 'clip_range=.1|.2', 'temperature=.5|.7|1', 'mix_env_ratio=0|.2',
              'kl_estimator=kl1|kl3', 'batch=1x2|2x4'),
-    'nano': ('grid', 'lr=1e-4|2e-4|4e-4', 'batch=16x8')}
+    'nano': ('grid', 'lr=1e-4|2e-4|4e-4', 'batch=16x8', 'clip_range=.2')}
 #: What `batch` stands for.
 PAIR = ('batch_positions', 'group_size')
 #: Settings that all trials share, because they say how a trial is run and measured, and not how it learns.

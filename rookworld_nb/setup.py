@@ -13,10 +13,10 @@ import copy
 import logging
 import math
 import os
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, replace
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -121,7 +121,7 @@ def run_folder(
         if not runs:
             raise RunError(f'--resume: no run in {given or root}; a run folder holds a config.json')
         return max(runs, key=lambda path: max(file.stat().st_mtime for file in path.glob('[cm]*.json*')))
-    folder = Path(given) if given else root/f'{time.strftime("train-%Y%m%d-%H%M%S")}-{os.getpid()}'
+    folder = Path(given) if given else root/f'{datetime.now():train-%Y%m%d-%H%M%S-%f}-{os.getpid()}'
     written = any((folder/name).exists() for name in ('config.json', 'metrics.jsonl', 'events.jsonl'))
     if written or checkpoints_of(folder):
         raise RunError(f'--output-dir {folder}: holds a run already; give a new folder, or --resume to go on with it')

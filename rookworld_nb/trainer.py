@@ -701,7 +701,8 @@ def trainer_state(
     "Everything of a trainer but the policy's weights: references, to be written down before the next step."
     state = {name: value for name, value in trainer.weights().items() if name != 'model'}
     return state | {'step': trainer.step, 'health': dict(vars(trainer.health)), 'kl': trainer.kl.state_dict(),
-                    'good': trainer.good, 'proposed': trainer.proposed}
+                    'good': trainer.good, 'proposed': trainer.proposed, 'steps': trainer.config.steps,
+                    'diverged': trainer.diverged, 'stop_reason': trainer.stop_reason}
 
 
 def restore_trainer(
@@ -713,6 +714,9 @@ def restore_trainer(
     trainer.step, trainer.health = state['step'], Health(**state['health'])
     trainer.kl.load_state_dict(state['kl'])
     trainer.good, trainer.proposed = state['good'], state['proposed']
+    over = state['diverged'] or state['step'] >= state['steps']
+    if over and trainer.config.steps <= state['steps']:    # with more steps it is tried again
+        trainer.diverged, trainer.stop_reason = state['diverged'], state['stop_reason']
 
 # %% ../nbs/19_trainer.ipynb #c674ff7f
 class Trainer(Learner):
@@ -738,7 +742,7 @@ class Trainer(Learner):
         if not self.good: self.remember()
         if self.starved: self.stop_reason, self.starved = '', False
         done = f'all {self.config.steps} steps are done'
-        if self.step >= self.config.steps: self.stop_reason = done
+        if self.step >= self.config.steps and not self.stop_reason: self.stop_reason = done
         try:
             while not self.stop_reason:
                 start, experience = time.perf_counter(), next(source, None)

@@ -9,6 +9,7 @@ import random
 import re
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 from types import NoneType
 from typing import Literal, get_args, get_origin
@@ -28,8 +29,10 @@ from rookworld_nb.kl import BatchShapeError
 from rookworld_nb.model import GPT, GPTConfig, SequenceError
 from rookworld_nb.positions import data_files, locked, read_lines, shipped
 from rookworld_nb.pretrain import board_tokenizer, read_excluded
+from rookworld_nb.ranks import ALONE
 from rookworld_nb.rewards import RewardScorer
 from rookworld_nb.rules import Candidate, EngineNotFound, env_step, find_stockfish, legal_moves
+from rookworld_nb.run import Run
 from rookworld_nb.scale import WorkersLost
 from rookworld_nb.tasks import env_prompt, format_env
 from rookworld_nb.trainer import FirstUpdateError
@@ -839,6 +842,27 @@ SMALL = ['--batch-positions', 2, '--group-size', 2, '--max-new-tokens', 4, '--ev
 def test_train_plans_without_a_trace(call, tiny, cwd):
     code, lines, errors = call('train', '--model', tiny, '--plan', *SMALL)
     assert (code, errors, len(lines)) == (0, '', 1) and '2 updates' in lines[0] and list(cwd.iterdir()) == []
+
+
+def test_a_plan_ends_the_engine_that_it_asked_about(call, tiny, cwd, monkeypatch):
+    ended, close = [], Run.close
+    monkeypatch.setattr(Run, 'close', lambda run: (ended.append(run.engine), close(run)))
+    assert call('train', '--model', tiny, '--plan', '--stockfish-path', find_stockfish(), *SMALL)[0] == 0 and ended and ended[-1] is not None
+
+
+def test_processes_that_go_on_with_a_run_meet_as_it_says(call, tiny, cwd, monkeypatch):
+    met = []
+
+    @contextmanager
+    def meet(*given):
+        met.append(given)
+        yield ALONE
+    monkeypatch.setattr('rookworld_nb.ranks.torchrun', meet)
+    assert call('train', '--model', tiny, '--output-dir', 'run', '--rank-timeout', 77, '--device', 'cpu', *SMALL)[0] == 0
+    assert call('train', '--resume', '--output-dir', 'run', '--plan')[0] == 0
+    assert call('train', '--resume', '--output-dir', 'run', '--plan', '--rank-timeout', 9)[0] == 0
+    assert met == [(77., 'cpu'), (77., 'cpu'), (9., 'cpu')]
+    assert call('train', '--resume', '--output-dir', 'run', '--lr', 1)[0] == 2 and len(met) == 4    # said by whoever has met
 
 
 def test_a_preset_is_where_flags_start_from(call, tiny, cwd):

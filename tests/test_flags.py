@@ -7,6 +7,7 @@ from typing import Literal
 
 import pytest
 
+from rookworld_nb import cli
 from rookworld_nb.config import PRESETS, TrainConfig
 from rookworld_nb.flags import UsageError, as_text, flags_of, parse_value, parser_of, read_settings, words_of
 
@@ -68,6 +69,12 @@ def test_a_file_is_checked_like_words(text, said, tmp_path):
     with pytest.raises(UsageError, match=str(said).replace('?', r'\?')) as caught:
         read('--config', str(tmp_path/'run.toml'))
     assert str(tmp_path/'run.toml') in str(caught.value)
+
+
+def test_a_list_in_a_file_is_for_what_takes_several(tmp_path):
+    settings = flags_of(cli.search)
+    (tmp_path/'study.toml').write_text('space = ["nano", "lr=1e-4"]\ntrials = 3')
+    assert read_settings(parser_of('search', '', settings), settings, ['--config', str(tmp_path/'study.toml')]) == {'space': ('nano', 'lr=1e-4'), 'trials': 3}
 
 
 def test_names_of_a_file_may_have_either_line(tmp_path):

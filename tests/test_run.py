@@ -132,7 +132,8 @@ def test_a_run_whose_loop_was_not_left_does_not_begin_another(tmp_path):
 
 def test_a_taken_folder_is_refused_before_anything_is_examined(tmp_path, monkeypatch):
     monkeypatch.setattr('rookworld_nb.run.examine', lambda *given: pytest.fail('examined in vain'))
-    with alone_in(tmp_path), pytest.raises(RunError, match='a run is going on there'): train(replace(SHORT, output_dir=str(tmp_path)))
+    def writer(*given): raise AssertionError('opened in vain')
+    with alone_in(tmp_path), pytest.raises(RunError, match='a run is going on there'): train(replace(SHORT, output_dir=str(tmp_path)), [writer])
 
 
 def test_a_run_keeps_its_folder_from_the_examination_before_to_the_one_after(tmp_path, monkeypatch):
@@ -376,6 +377,23 @@ def test_a_kill_between_two_renamings_loses_no_checkpoint(tmp_path, monkeypatch)
     assert not (tmp_path/'run'/'final_checkpoint').exists()
     resumed = Run(resumed_config(output_dir=str(tmp_path/'run')))
     assert resumed.trainer.step == 3 and contents(tmp_path/'run') == before and list(resumed.steps()) == []
+
+
+def test_what_a_run_that_is_going_on_has_put_aside_is_left_there(tmp_path):
+    folder = tmp_path/'run'
+    going = Run(replace(TINY, save_every=1, output_dir=str(folder))).steps()
+    next(going), next(going)
+    (folder/'checkpoint-2').rename(folder/'.checkpoint-2.old')    # between its two renamings
+    assert Run(resumed_config(output_dir=str(folder))).trainer.step == 1 and (folder/'.checkpoint-2.old').exists()
+    going.close()
+    assert Run(resumed_config(output_dir=str(folder))).trainer.step == 2 and not (folder/'.checkpoint-2.old').exists()
+
+
+def test_every_collection_of_a_step_is_in_its_table(tmp_path):
+    run = Run(replace(TINY, steps=3, batch_positions=3, minibatch_positions=5, buffer_capacity=2, replays=1, output_dir=str(tmp_path/'run')))
+    list(run.steps())
+    sizes = [len(pd.read_csv(path)) for path in sorted((tmp_path/'run'/'completions').glob('step-*.csv'))]
+    assert run.collector.collected*9 == sum(sizes) and max(sizes) == 18
 
 
 def test_only_the_newest_checkpoints_are_kept(whole):
@@ -678,9 +696,12 @@ def test_a_diverged_run_that_is_given_more_steps_does_not_learn_from_the_failed_
     config = replace(TINY, steps=6, lr=1., warmup_steps=0, replays=2, max_recoveries=0, output_dir=str(tmp_path/'run'))
     run = Run(config)
     assert list(run.steps()) and run.trainer.diverged and run.trainer.step < 6
+    same = Run(resumed_config(output_dir=str(tmp_path/'run')))    # to be examined, say: the end stays the end
+    assert not list(same.steps()) and same.trainer.diverged and same.trainer.step == run.trainer.step
+    assert same.trainer.stop_reason == run.trainer.stop_reason and 'diverged at step' in same.trainer.stop_reason
     again = Run(resumed_config(output_dir=str(tmp_path/'run'), steps=7))
     row = next(again.steps())
-    assert row['rollout_age'] == 0 and row['ratio_max'] == pytest.approx(1, abs=1e-3)
+    assert not again.trainer.diverged and row['rollout_age'] == 0 and row['ratio_max'] == pytest.approx(1, abs=1e-3)
 
 
 def test_a_run_whose_step_was_broken_off_is_not_gone_on_with_as_it_is(tmp_path, monkeypatch):

@@ -72,7 +72,7 @@ def test_the_grid_is_the_one_of_432_points():
 
 def test_each_model_has_its_own_space():
     assert Search().dimensions == Search(space=('nano',)).dimensions != Search({'model': 'somewhere'}).dimensions == read_space(['grid'])
-    assert Search().size == 216 and Search().dimensions['lr'] == (1e-4, 2e-4, 4e-4)
+    assert Search().size == 108 and Search().dimensions['lr'] == (1e-4, 2e-4, 4e-4)
     assert trial_config(Search(), Search().points[0]).batch_positions == 16
 
 

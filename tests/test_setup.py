@@ -11,7 +11,7 @@ from rookworld_nb.records import read_metrics
 from rookworld_nb.rewards import EngineSilent
 from rookworld_nb.rules import LABEL_NODES, EngineNotFound, Stockfish, fen_key, find_stockfish
 from rookworld_nb.run import Run
-from rookworld_nb.setup import Setup, examine, heldout_samples, planned_work, training_samples, trial_run
+from rookworld_nb.setup import Setup, examine, heldout_samples, planned_work, run_folder, training_samples, trial_run
 from rookworld_nb.tasks import parse_env
 from rookworld_nb.weights import ModelNameError, load_pretrained, save_pretrained
 from short_runs import SHORT, TINY
@@ -23,6 +23,10 @@ def test_the_plan_counts_what_is_sampled(tmp_path):
         sampled = set()
         for _ in run.steps(): sampled.add(run.buffer.newest.number)
         assert text in planned_work(run) and f'of {len(sampled)} batches' in planned_work(run)
+
+
+def test_two_runs_of_one_second_have_folders_of_their_own():
+    assert len({run_folder(TrainConfig()) for _ in range(20)}) == 20
 
 
 def test_heldout_positions_never_reach_training(tmp_path, caplog):
