@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['MAX_COUNTER', 'logger', 'ILLEGAL_SHARES', 'HEAVY', 'PIECES', 'ENV_SHARES', 'MOST_LOOKS', 'VERDICTS', 'HELD_SHARDS',
            'labelled_game', 'policy_sample', 'CorpusError', 'whole_shard', 'end_with_starter', 'make_policy_data',
-           'env_sample', 'verdict', 'move_kind', 'illegal_move', 'cornered_king', 'bare_capture', 'find_kind',
-           'make_env_data', 'verdicts', 'exposes_king', 'make_stress', 'natural_env_sample', 'with_rare_outcomes',
-           'labelled_again', 'make_prompts']
+           'env_sample', 'verdict', 'move_kind', 'illegal_move', 'illegal_sample', 'cornered_king', 'bare_capture',
+           'find_kind', 'make_env_data', 'verdicts', 'exposes_king', 'make_stress', 'natural_env_sample',
+           'with_rare_outcomes', 'labelled_again', 'make_prompts']
 
 # %% ../nbs/15_corpus.ipynb #195a5588
 import functools
@@ -31,7 +31,7 @@ from .positions import (
     OUTCOMES, Sample, apart_from, outcome, random_endgame, read_lines, replacing, seen_positions, write_lines)
 from .rules import (
     DRAW_REWARD, LABEL_NODES, MATE_REWARD, Stockfish, env_step, fen_key, legal_moves, move_reward)
-from .tasks import format_env, format_policy, parse_env, parse_policy, split_line
+from .tasks import format_env, format_policy, parse_env, parse_policy, read_prompt, split_line
 
 # %% ../nbs/15_corpus.ipynb #5d8fc27d
 MAX_COUNTER = 99    # two digits: the counters of a FEN are one token each
@@ -260,14 +260,28 @@ def _sight(board: chess.Board, square: int) -> chess.SquareSet:
     alone.set_piece_at(square, board.piece_at(square))
     return alone.attacks(square)
 
+# %% ../nbs/15_corpus.ipynb #7d41c2aa
+def illegal_sample(
+    samples: Sequence[Sample],  # A: samples; their positions and histories are used
+    rng: random.Random,         # source of the choices
+) -> Sample:  # of one of these positions
+    "An A: sample with an illegal move in place of its own; a way to be illegal comes as often as its share."
+    while True:    # a way that few positions have is looked for; instead of one that none has another is drawn
+        way = _way_to_be_illegal(rng)
+        for sample in rng.choices(samples, k=500):
+            asked = read_prompt(sample.prompt)
+            if moves := _illegal_in(way, chess.Board(asked.fen), rng):
+                uci = rng.choice(moves).uci()
+                return env_sample(asked.fen, uci, [*asked.history[:-1], uci])
+
 # %% ../nbs/15_corpus.ipynb #17445390
 HEAVY = (chess.QUEEN,)*3 + (chess.ROOK,)*3 + (chess.PAWN,)*2 + (chess.BISHOP, chess.KNIGHT)
 
 
 def cornered_king(
     rng: random.Random,  # source of the choices
-) -> chess.Board:  # a valid position, not over, the stronger side to move
-    "A king at the edge, the other king near it with one to seven pieces: where mates and stalemates are close."
+) -> chess.Board:  # a valid position, not over
+    "A king at the edge, the other king near it and to move, up to seven pieces: where mates and stalemates are close."
     while True:
         board, strong = chess.Board(None), rng.random() < .5
         edge = [s for s in chess.SQUARES if chess.square_rank(s) in (0, 7) or chess.square_file(s) in (0, 7)]
@@ -306,10 +320,10 @@ def bare_capture(
             return board
 
 # %% ../nbs/15_corpus.ipynb #6aa04792
-#: Share of each kind among the A: samples; what is left is 'ordinary'.
+#: Share of each kind that is searched for; the rest is any move, one in sixteen of them a check, a promotion or rarer.
 ENV_SHARES = {'illegal': .12, 'mate': .11, 'check': .09, 'draw': .08,
               'castling': .03, 'en_passant': .03, 'promotion': .04}
-MOST_LOOKS = 20_000  # positions looked at for one move of a kind; one in a hundred or so has it
+MOST_LOOKS = 20_000  # positions looked at for one move of a kind; one in two has a check, one in 25 or so a promotion
 
 
 def find_kind(

@@ -91,7 +91,8 @@ def check_origin(
         if began.get(name, run.origin[name]) != run.origin[name]:
             raise RunError(f'{what}: not what {of_run} began with')
     if (before := began.get('reward_fn', name_of(default_reward))) != run.origin['reward_fn']:
-        raise RunError(f'reward_fn={run.origin["reward_fn"]}: {of_run} is paid by {before}; give that')
+        raise RunError(f'reward_fn={run.origin["reward_fn"]}: {of_run} is paid by {before}; give that, from Python: '
+                       'train(resumed_config(output_dir=...), reward_fn=...)')
 
 
 def read_object(
@@ -519,7 +520,7 @@ def closing_table(
     columns = ['task', 'T', 'metric', 'before', 'after', 'difference', 'SE', 'z', 'chance', 'n']
     return shown[columns].to_string(index=False, na_rep='-', float_format='{:.3f}'.format)
 
-
+# %% ../nbs/31_run.ipynb #4f6be0a7
 def train(
     config: TrainConfig = TrainConfig(),  # what to do
     writers: Sequence[Callable] = (),     # (run folder, configuration) -> what takes each row: `log`, `close`
@@ -533,6 +534,7 @@ def train(
         if ranks.first:    # a place that cannot be written to, or where another run goes on, costs no examination
             stack.enter_context(alone_and_current(run))
             run.holds = True
+            write_json(run.folder/'config.json', asdict(run.config))    # killed from here on, --resume finds it
         others = [stack.enter_context(closing(make(run.folder, asdict(run.config)))) for make in writers if ranks.first]
         if run.heldout:
             say(f'Evaluating {len(run.heldout)} held-out positions before the first update')

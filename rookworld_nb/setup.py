@@ -23,7 +23,7 @@ from typing import Any
 
 import pandas as pd
 
-from .answers import RightAnswers
+from .answers import RightAnswers, askable
 from .buffer import Collector, RolloutBuffer, check_room
 from .checkpoint import checkpoints_of
 from .config import RunError, TrainConfig, whole_answers
@@ -89,8 +89,8 @@ def training_samples(
     samples = shipped('train') if config.data is None else apart_from_evaluation(config.data)
     if config.max_positions is not None:
         samples = [sample for some in by_task(samples).values() for sample in spread(some, config.max_positions)]
-    if config.answer_coef and not by_task(samples)['A']:
-        raise DataError(f'--answer-coef {config.answer_coef:g}: the data hold no A: prompt to answer')
+    if config.answer_coef and not askable(samples):
+        raise DataError(f'--answer-coef {config.answer_coef:g}: the data hold no A: prompt with a legal move to answer')
     if config.mix_env_ratio != 0 and config.rare_env_ratio: warn_of_few(by_task(samples)['A'], config.rare_env_ratio)
     if config.stockfish_path is not None:
         samples = [replace(sample, completion='') if sample.task == 'P' else sample for sample in samples]

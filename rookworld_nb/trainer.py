@@ -701,7 +701,7 @@ def trainer_state(
     "Everything of a trainer but the policy's weights: references, to be written down before the next step."
     state = {name: value for name, value in trainer.weights().items() if name != 'model'}
     return state | {'step': trainer.step, 'health': dict(vars(trainer.health)), 'kl': trainer.kl.state_dict(),
-                    'good': trainer.good, 'proposed': trainer.proposed, 'steps': trainer.config.steps,
+                    'good': trainer.good, 'proposed': trainer.proposed, 'planned': trainer.config.steps,
                     'diverged': trainer.diverged, 'stop_reason': trainer.stop_reason}
 
 
@@ -714,8 +714,8 @@ def restore_trainer(
     trainer.step, trainer.health = state['step'], Health(**state['health'])
     trainer.kl.load_state_dict(state['kl'])
     trainer.good, trainer.proposed = state['good'], state['proposed']
-    over = state['diverged'] or state['step'] >= state['steps']
-    if over and trainer.config.steps <= state['steps']:    # with more steps it is tried again
+    planned = state.get('planned', 0)    # an earlier version wrote down none
+    if trainer.config.steps <= planned and (state['diverged'] or trainer.step >= planned):    # more are a new try
         trainer.diverged, trainer.stop_reason = state['diverged'], state['stop_reason']
 
 # %% ../nbs/19_trainer.ipynb #c674ff7f

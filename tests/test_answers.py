@@ -1,5 +1,6 @@
 """Right answers: the log-probability is that of whole answers, the order is a function of the step, and a trainer adds exactly the gradient of their chance."""
 import copy
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -10,10 +11,11 @@ from torch.testing import assert_close
 from rookworld_nb.answers import RightAnswers, answer_logprobs, encode_answers, right_answer
 from rookworld_nb.buffer import Collector, CollectorConfig, CountingTask, counting_policy
 from rookworld_nb.kl import KLConfig, SettingError
-from rookworld_nb.positions import DataError, PromptMix, Sample, by_task, shipped
+from rookworld_nb.positions import DataError, PromptMix, Sample, by_task, outcome, shipped
 from rookworld_nb.ranks import ALONE
 from rookworld_nb.sampling import PromptLengthError
-from rookworld_nb.trainer import Learning, Trainer, TrainerConfig, accumulate_gradients, learn_answers, items_of, speed
+from rookworld_nb.tasks import parse_env
+from rookworld_nb.trainer import Learning, Trainer, TrainerConfig, accumulate_gradients, items_of, learn_answers, speed
 from rookworld_nb.weights import end_token_id, load_pretrained
 
 TASK = CountingTask()
@@ -87,8 +89,10 @@ def test_padding_of_the_tokenizer_is_no_answer_and_one_that_cuts_is_refused(base
 def test_the_rules_answer_whatever_is_stored(nano, pool):
     assert all(right_answer(sample.prompt) == sample for sample in (*pool[::400], *by_task(shipped('stress'))['A'][::100]))
     wrong = [replace(sample, completion=pool[0].completion) for sample in pool[:50]]
-    told = RightAnswers(wrong, nano[1], 50)(1)
-    assert {*nano[1].decode_batch([ids[mask].tolist() for ids, mask in zip(told.completion_ids, told.completion_mask)])} == {one.completion for one in pool[:50]}
+    shown = RightAnswers(wrong, nano[1], 50)
+    told = shown(1)
+    texts = nano[1].decode_batch([ids[mask].tolist() for ids, mask in zip(told.completion_ids, told.completion_mask)])
+    assert texts == [right_answer(shown.stream[number].prompt).completion for number in range(50)] and texts.count(pool[0].completion) < 3
 
 
 def test_a_longer_history_stays_in_the_prompt():
@@ -96,17 +100,36 @@ def test_a_longer_history_stays_in_the_prompt():
     assert right_answer(prompt) == Sample(prompt, 'r1bqkbnr/pppp1ppp/2n5/1B2p3/4P3/5N2/PPPP1PPP/RNBQK2R b KQkq - 3 3+0.001+0+0')
 
 
-def test_every_prompt_comes_once_before_one_comes_again(nano, pool):
-    shown = RightAnswers([*shipped('train')[:5], *pool[:40]], nano[1], 16, seed=2)    # P: lines are not asked
-    assert sorted(shown.stream[number].prompt for number in range(40)) == sorted(one.prompt for one in pool[:40])
+def outcomes(samples):
+    return Counter(outcome(parse_env(sample.completion)) for sample in samples)
+
+
+def test_every_legal_prompt_comes_once_before_one_comes_again(nano, pool):
+    some = pool[::12]
+    legal = [one.prompt for one in some if outcomes([one])['illegal'] == 0]
+    shown = RightAnswers([*shipped('train')[:5], *some], nano[1], 16, seed=2)    # P: lines are not asked
+    dealt = [shown.stream[number] for number in range(round(len(legal)/.92))]
+    assert 380 < len(legal) < 390 and sorted(one.prompt for one in dealt if not outcomes([one])['illegal']) == sorted(legal)
     answers = [shown(step) for step in (1, 2, 3)]
-    assert torch.equal(answers[2].prompt_ids, RightAnswers(pool[:40], nano[1], 16, seed=2)(3).prompt_ids)
-    assert not torch.equal(answers[0].prompt_ids, RightAnswers(pool[:40], nano[1], 16, seed=3)(1).prompt_ids)
+    assert torch.equal(answers[2].prompt_ids, RightAnswers(some, nano[1], 16, seed=2)(3).prompt_ids)
+    assert not torch.equal(answers[0].prompt_ids, RightAnswers(some, nano[1], 16, seed=3)(1).prompt_ids)
     assert not torch.equal(answers[0].prompt_ids, answers[1].prompt_ids)
 
 
-def test_without_environment_prompts_there_is_nothing_to_answer(nano):
-    with pytest.raises(DataError, match='no A: prompt'): RightAnswers(by_task(shipped('train'))['P'][:3], nano[1])
+def test_eight_in_a_hundred_are_illegal_moves_made_for_it(nano, pool):
+    shown = RightAnswers(pool, nano[1], 64, seed=1)
+    dealt = [shown.stream[number] for number in range(1000)]
+    made = [one for one in dealt if outcomes([one])['illegal']]
+    assert len(made) == 80 and {one.fen for one in made} <= {one.fen for one in pool}
+    assert len({one.prompt for one in made} - {one.prompt for one in pool}) > 75
+    again, other = (RightAnswers(pool, nano[1], 64, seed=seed) for seed in (1, 2))
+    assert again.stream[999] == dealt[999] and [shown.stream[n] for n in range(12, 1000, 25)] != [other.stream[n] for n in range(12, 1000, 25)]
+
+
+def test_without_a_legal_move_there_is_nothing_to_answer(nano, pool):
+    illegal = [one for one in pool if outcomes([one])['illegal']]
+    for samples in (by_task(shipped('train'))['P'][:3], illegal):
+        with pytest.raises(DataError, match='no A: prompt with a legal move'): RightAnswers(samples, nano[1])
 
 
 # beside an update

@@ -15,7 +15,7 @@ import chess
 import pytest
 
 from rookworld_nb import corpus
-from rookworld_nb.corpus import (CorpusError, ENV_SHARES, HELD_SHARDS, ILLEGAL_SHARES, env_sample, exposes_king, find_kind, illegal_move,
+from rookworld_nb.corpus import (CorpusError, ENV_SHARES, HELD_SHARDS, ILLEGAL_SHARES, env_sample, exposes_king, find_kind, illegal_move, illegal_sample,
                                  make_env_data, make_policy_data, make_prompts, make_stress, move_kind, policy_sample, verdict, verdicts,
                                  whole_shard, with_rare_outcomes)
 from rookworld_nb.positions import Sample, by_task, generate_positions, outcome, read_lines, seen_positions, shipped, write_lines
@@ -98,6 +98,24 @@ def test_find_kind_finds_that_kind(kind):
         assert all(sum(way in found for found in ways)/400 > .5*share for way, share in ILLEGAL_SHARES.items())
     else:
         assert move_kind(chess.Board(asked.fen), chess.Move.from_uci(asked.uci)) == kind
+
+
+def test_an_illegal_sample_has_one_of_the_positions_and_a_move_that_is_illegal_there():
+    pool, rng = by_task(shipped('train'))['A'][::10], random.Random(2)
+    made = [illegal_sample(pool, rng) for _ in range(400)]
+    asked = [parse_env(sample.line) for sample in made]
+    assert {env.fen for env in asked} <= {sample.fen for sample in pool} and len({env.fen for env in asked}) > 200
+    assert all(env.uci not in legal_moves(env.fen) and env.history == (env.uci,) and env.truncated and env.new_fen == env.fen for env in asked)
+    ways = [why_illegal(chess.Board(env.fen), chess.Move.from_uci(env.uci)) for env in asked]
+    assert all(sum(way in found for found in ways)/400 > .6*share for way, share in ILLEGAL_SHARES.items())
+
+
+def test_an_illegal_sample_keeps_what_was_played_before_and_does_not_look_for_ever():
+    prompt = 'A: r1bqkbnr/pppp1ppp/2n5/4p3/4P3/5N2/PPPP1PPP/RNBQKB1R w KQkq - 2 3+f1b5+g1f3 b8c6 f1b5+'
+    made = parse_env(illegal_sample([Sample(prompt, '')], random.Random(0)).line)
+    assert made.history == ('g1f3', 'b8c6', made.uci) and made.uci not in legal_moves(made.fen)
+    bare = [env_sample('8/8/8/8/8/8/8/K6k w - - 0 1', 'a1a2')]    # nothing to take, nothing in the way, no other piece
+    assert all(parse_env(illegal_sample(bare, random.Random(seed)).completion).truncated for seed in range(20))
 
 
 def test_what_the_positions_do_not_hold_is_given_up_and_said(tmp_path, monkeypatch, caplog):

@@ -136,6 +136,15 @@ def test_a_taken_folder_is_refused_before_anything_is_examined(tmp_path, monkeyp
     with alone_in(tmp_path), pytest.raises(RunError, match='a run is going on there'): train(replace(SHORT, output_dir=str(tmp_path)), [writer])
 
 
+def test_a_run_that_is_broken_off_while_it_is_examined_is_found_again(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    list(Run(replace(TINY, steps=1, output_dir='runs/older')).steps())
+    def broken(*given): raise KeyboardInterrupt
+    monkeypatch.setattr('rookworld_nb.run.examine', broken)
+    with pytest.raises(KeyboardInterrupt): train(replace(TINY, eval_policy=2, steps=2, output_dir='runs/newer'))
+    assert resumed_config().output_dir == str(Path('runs/newer')) and len(list(Run(resumed_config()).steps())) == 2
+
+
 def test_a_run_keeps_its_folder_from_the_examination_before_to_the_one_after(tmp_path, monkeypatch):
     config, seen = replace(TINY, eval_policy=2, output_dir=str(tmp_path)), []
     def examined(*given):

@@ -41,7 +41,9 @@ def test_right_answers_need_prompts_to_answer(tmp_path):
     write_lines(by_task(shipped('train'))['P'][:20], tmp_path/'policy.txt')
     given = replace(SHORT, data=str(tmp_path/'policy.txt'), mix_env_ratio=0.)
     assert len(training_samples(given)) == 20
-    with pytest.raises(DataError, match='--answer-coef 0.5: the data hold no A: prompt'): training_samples(replace(given, answer_coef=.5))
+    with pytest.raises(DataError, match='--answer-coef 0.5: the data hold no A: prompt with a legal move'): training_samples(replace(given, answer_coef=.5))
+    write_lines([one for one in by_task(shipped('train'))['A'] if parse_env(one.completion).truncated], tmp_path/'policy.txt')
+    with pytest.raises(DataError, match='with a legal move'): training_samples(replace(given, mix_env_ratio=1., answer_coef=.5))
 
 
 def test_a_few_positions_are_taken_from_everywhere_in_the_file(tmp_path, caplog):
