@@ -7,7 +7,7 @@ __all__ = ['logger', 'ENDINGS', 'SHOWN', 'origin_of', 'run_state', 'save_run', '
            'restore_run', 'resumed_config', 'asked_for', 'NoWriter', 'interrupted_afterwards',
            'terminated_as_interrupted', 'make_folder', 'alone_in', 'check_settled', 'alone_and_current', 'writer_of',
            'starting_config', 'Run', 'next_row', 'write_events', 'is_event', 'read_events', 'levers', 'steer',
-           'run_summary', 'finish', 'first_update_line', 'follow', 'closing_table', 'train']
+           'run_summary', 'finish', 'first_update_line', 'cut_off_line', 'follow', 'closing_table', 'train']
 
 # %% ../nbs/31_run.ipynb #c51d5da5
 import json
@@ -482,6 +482,16 @@ def first_update_line(
             f"clipped {metrics['clip_ratio/region_mean']:.1%}, KL {metrics.get('kl', 0.):.2e}")
 
 
+def cut_off_line(
+    metrics: dict[str, float],  # of a step
+    most: int,                  # tokens that a completion may have
+) -> str:  # a line feed and one line; empty where at most a tenth are cut off
+    "What nobody would look for in the rewards: answers that had no room."
+    share = metrics.get('completions/clipped_ratio', 0.)
+    if share <= .1: return ''
+    return f'\n{share:.0%} of the answers are cut off at --max-new-tokens {most}, and mostly cannot be read'
+
+# %% ../nbs/31_run.ipynb #91ce0b7f
 def follow(
     run: Run,                      # about to start
     writers: Sequence,             # others that take each row
@@ -494,7 +504,7 @@ def follow(
             unchecked = run.trainer.untouched
             for metrics in run.steps(writers):
                 if unchecked and not run.trainer.untouched:
-                    say(first_update_line(metrics))
+                    say(first_update_line(metrics) + cut_off_line(metrics, run.config.max_new_tokens))
                     unchecked = False
                 say(run.console)
                 bar.update()

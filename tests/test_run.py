@@ -136,6 +136,12 @@ def test_a_taken_folder_is_refused_before_anything_is_examined(tmp_path, monkeyp
     with alone_in(tmp_path), pytest.raises(RunError, match='a run is going on there'): train(replace(SHORT, output_dir=str(tmp_path)), [writer])
 
 
+def test_answers_that_had_no_room_are_said_on_the_console(tmp_path, capsys):
+    for number, most in enumerate((4, 144)):
+        train(replace(TINY, steps=1, eval_policy=0, eval_env=0, max_new_tokens=most, output_dir=str(tmp_path/str(number))))
+        assert ('100% of the answers are cut off at --max-new-tokens 4,' in capsys.readouterr().out) == (most == 4)
+
+
 def test_a_run_that_is_broken_off_while_it_is_examined_is_found_again(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     list(Run(replace(TINY, steps=1, output_dir='runs/older')).steps())
