@@ -315,7 +315,7 @@ def emergency(
 ) -> TrainConfig:
     "A run that is hard to upset: small steps, used once, held close to its start; a folder counts as a large model."
     usual = BY_SIZE['small' if changes.get('model', 'nano') == 'nano' else 'large']
-    return TrainConfig(**{'lr': usual['lr']/10, 'replays': 1, 'warmup_steps': 20, 'grad_clip': .5,
+    return TrainConfig(**{'lr': usual['lr']/10, 'replays': 1, 'warmup_steps': 20, 'grad_clip': .5, 'clip_range': .1,
                           'kl_coef': 5*BY_SIZE['small']['kl_coef'], 'kl_divergence_threshold': .2} | changes)
 
 

@@ -61,7 +61,7 @@ def test_presets_are_functions_that_can_be_changed():
     assert PRESETS['nano'](steps=3) == TrainConfig(steps=3)
     assert all(preset(steps=3, seed=1).steps == 3 for preset in PRESETS.values())
     calm, usual = PRESETS['emergency'](), TrainConfig().for_size(1)
-    assert calm.lr == usual.lr/10 and calm.kl_coef > usual.kl_coef
+    assert calm.lr == usual.lr/10 and calm.clip_range < usual.clip_range and calm.kl_coef > usual.kl_coef
     assert PRESETS['emergency'](model='jrahn/RookWorld-LM-124M').lr == TrainConfig().for_size(10**9).lr/10
     for parameters, model in ((1, 'nano'), (1, 'a/folder'), (10**9, 'a/folder')):
         calm, usual = PRESETS['emergency'](model=model).for_size(parameters), TrainConfig().for_size(parameters)
