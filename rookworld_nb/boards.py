@@ -19,7 +19,7 @@ import pandas as pd
 from .positions import spread
 from .records import Rows
 from .rewards import PolicyTruth, RewardTerms, read_env, read_policy
-from .rules import InvalidFen, env_step, legal_moves
+from .rules import InvalidFen, env_step, legal_moves, parse_board
 from .tasks import EnvAnswer, PolicyAnswer, is_uci, parse_env, parse_policy
 
 # %% ../nbs/24_boards.ipynb #624c9085
@@ -91,7 +91,7 @@ def policy_diagram(
     lines += [(f"{uci} engine's best", False) for uci in sorted({*engine} - named)]
     if played not in named: lines.append((f'{played} · played', False))
     squares = tuple((square, SKY) for square in sorted({part for uci in engine for part in (uci[:2], uci[2:4])}))
-    return Diagram(title, fen, fen.split()[1] == 'w', arrows, squares, tuple(lines))
+    return Diagram(title, fen, parse_board(fen).turn, arrows, squares, tuple(lines))
 
 # %% ../nbs/24_boards.ipynb #0676afec
 def wrong_squares(
@@ -110,7 +110,7 @@ def env_diagrams(
     title: str = 'environment',  # above the model's board
 ) -> list[Diagram]:  # what the model predicts, where it can be read, and what is true
     """A predicted step beside the true one."""
-    truth, arrows, below = env_step(fen, uci), (), fen.split()[1] == 'w'
+    truth, arrows, below = env_step(fen, uci), (), parse_board(fen).turn
     if is_uci(uci): arrows = ((uci, RED if truth.truncated else '#8888'),)
     wrong = wrong_squares(answer.new_fen, truth.new_fen) if answer.new_fen else []
     squares = tuple((square, RED + '99') for square in wrong)

@@ -5,11 +5,11 @@
 # %% auto #0
 __all__ = ['logger', 'SUITES', 'WEAKEST', 'Suites', 'ANSWERED', 'USED_BY', 'HEADINGS', 'COMMANDS', 'open_streams', 'stdin_lines',
            'batches', 'check_output', 'input_lines', 'emit', 'without_nan', 'at_least_one', 'all_different',
-           'positions', 'uci', 'generate', 'read_rows', 'read_row', 'check_row', 'score', 'answered', 'positions_in',
-           'label', 'evaluation_samples', 'say_absent', 'check_passes', 'measure', 'suite_puzzles', 'suite_openings',
-           'check_used', 'play_suites', 'evaluate_model', 'metric_tables', 'report_evaluation', 'as_columns', 'train',
-           'pretrain', 'report', 'ablate', 'search', 'push', 'batch_size', 'Command', 'run_command', 'overview',
-           'is_input_error', 'drop_output', 'console_logging', 'main']
+           'positions', 'uci', 'generate', 'read_rows', 'read_row', 'check_row', 'score', 'answered', 'positions_of',
+           'positions_in', 'label', 'evaluation_samples', 'say_absent', 'check_passes', 'measure', 'suite_puzzles',
+           'suite_openings', 'check_used', 'play_suites', 'evaluate_model', 'metric_tables', 'report_evaluation',
+           'as_columns', 'train', 'pretrain', 'report', 'ablate', 'search', 'push', 'batch_size', 'Command',
+           'run_command', 'overview', 'is_input_error', 'drop_output', 'console_logging', 'main']
 
 # %% ../nbs/35_cli.ipynb #0f1f1bea
 import dataclasses
@@ -23,7 +23,7 @@ import pkgutil
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from importlib.resources import files as files_of
 from pathlib import Path
 from types import SimpleNamespace
@@ -65,6 +65,10 @@ def check_output(
     "Refuse what lines cannot be added to."
     if path.suffix == '.gz' or path.exists() and not path.is_file():
         raise UsageError(f'--output {path}: lines of plain text are added to a file, not to this')
+    if not path.parent.is_dir():
+        raise UsageError(f'--output {path}: there is no folder {path.parent}')
+    if Path(f'{path}.shards', 'plan.json').exists():
+        raise UsageError(f'--output {path}: a job with --input is making it; end that first, or give another file')
 
 # %% ../nbs/35_cli.ipynb #24c7cb82
 def input_lines(
@@ -254,21 +258,37 @@ def score(
 # %% ../nbs/35_cli.ipynb #f38b974f
 def answered(
     pool,                 # a StockfishPool
-    fens: Sequence[str],  # a batch of positions
-) -> Iterator[tuple[str, Sequence]]:  # FEN, what the engine says of it; without those on which it failed
-    "Ask for a batch at a time; where that fails, for each position alone."
-    from rookworld_nb.rules import PATIENCE, EngineError
-    try: yield from zip(fens, pool.analyse_many(fens))
-    except EngineError:
-        silent = 0
-        for fen in fens:
-            try: answer = pool.analyse(fen)
-            except EngineError as error:
-                if (silent := silent + 1) == min(PATIENCE, len(fens)): raise
-                logger.warning('left out: %s', error)
-            else:
-                silent = 0
-                yield fen, answer
+    fens: Sequence[str],  # positions
+    size: int,            # asked for together
+    patience: int,        # failures in a row after which it is the engine
+) -> Iterator[list[tuple[str, Sequence]]]:  # of each batch FENs, what the engine says of them; it may fail on some
+    "Ask for a batch at a time; where that fails, for each position alone, until too many in a row have failed."
+    from rookworld_nb.rules import EngineError
+    silent = 0
+    for part in batches(fens, size):
+        try: yield [*zip(part, pool.analyse_many(part))]
+        except EngineError:
+            for fen in part:
+                try: answer = pool.analyse(fen)
+                except EngineError as error:
+                    if (silent := silent + 1) == patience: raise
+                    logger.warning('left out: %s', error)
+                else:
+                    silent = 0
+                    yield [(fen, answer)]
+        else: silent = 0
+
+# %% ../nbs/35_cli.ipynb #f1abd7d6
+def positions_of(
+    lines: Sequence[str],  # FENs, or the lines of `rookworld positions`
+) -> dict[str, int]:       # each FEN once, with the number of its legal moves
+    "What is to be labelled; the first line that is no position is a UsageError."
+    from rookworld_nb.labels import count_moves, fen_in
+    wanted = {}
+    for number, fen in enumerate(map(fen_in, lines), 1):
+        try: wanted[fen] = wanted.get(fen) or count_moves(fen)
+        except ValueError as error: raise UsageError(f'position {number}: {str(error)[:300]}') from None
+    return wanted
 
 
 def positions_in(
@@ -289,7 +309,7 @@ def label(
     *fens: str,                          # FENs, or the lines of `rookworld positions`; none: standard input, or --input
     input: tuple[str, ...] = (),         # files of such lines, plain or .gz, or folders of them, for jobs of any size
     output: Path | None = None,          # file to add to, leaving what it has; a new one with --input; none: stdout
-    shards: int = 64,                    # of --input: pieces that the processes take in turn; --output is made of them
+    shards: int | None = None,           # of --input: pieces that the processes take in turn; none: 64
     processes: int = 1,                  # Stockfish processes side by side
     nodes: int = 10_000,                 # search limit per position, nodes; as the shipped labels have
     seed: int = 0,                       # of the order of the moves in a line
@@ -297,30 +317,28 @@ def label(
     stockfish_path: str | None = None,   # the executable; none looks for it
 ) -> None:
     "Write a P: line with Stockfish's five best moves for every position; killed, the same command goes on."
-    from rookworld_nb.labels import Labelling, count_moves, fen_in, label_files, policy_line
+    from rookworld_nb.labels import Labelling, label_files, policy_line
     from rookworld_nb.positions import locked
-    from rookworld_nb.rules import StockfishPool
+    from rookworld_nb.rules import PATIENCE, StockfishPool
     if input and (fens or not output): raise UsageError('--input: needs --output, a new file; no positions beside it')
     if input:
-        job = Labelling(str(output), shards, nodes, seed, padded, stockfish_path)
+        job = Labelling(str(output), 64 if shards is None else shards, nodes, seed, padded, stockfish_path)
         return emit(json.dumps(label_files(job, input, processes)))
-    at_least_one(processes=processes, shards=shards)
+    if shards is not None: raise UsageError(f'--shards {shards}: only with --input')
+    at_least_one(processes=processes)
     if output: check_output(output)
-    wanted = {}
-    for number, fen in enumerate(map(fen_in, input_lines(fens, 'FENs')), 1):
-        try: wanted[fen] = wanted.get(fen) or count_moves(fen)
-        except ValueError as error: raise UsageError(f'position {number}: {str(error)[:300]}') from None
-    with (StockfishPool(processes, path=stockfish_path, nodes=nodes) as pool,
-          locked(output) if output else nullcontext(True) as mine):
-        if not mine: raise UsageError(f'--output {output}: another command is at work on it')
+    wanted = positions_of(input_lines(fens, 'FENs'))
+    with StockfishPool(processes, path=stockfish_path, nodes=nodes) as pool, ExitStack() as stack:
+        logger.info('Engine: %s, %d nodes a position', pool.name, nodes)    # one that does not answer is found out here
+        if output and not stack.enter_context(locked(output)):
+            raise UsageError(f'--output {output}: another command is at work on it')
         done = positions_in(output) if output else set()
         todo = [fen for fen, moves in wanted.items() if moves > 1 and fen not in done]
         if known := sum(fen in done for fen in wanted):
             logger.info('%d of %d positions are in %s already, and stay as they are', known, len(wanted), output)
         with open(output, 'a', encoding='utf-8') if output else nullcontext(sys.stdout) as file:
-            for part in batches(todo, 16*processes):
-                for fen, candidates in answered(pool, part):
-                    file.write(policy_line(fen, candidates, seed, padded) + '\n')
+            for part in answered(pool, todo, 16*processes, min(PATIENCE, len(wanted))):
+                for fen, candidates in part: file.write(policy_line(fen, candidates, seed, padded) + '\n')
                 file.flush()
     if single := sum(moves < 2 for moves in wanted.values()):
         logger.warning('skipped %d positions with fewer than two legal moves', single)
@@ -684,7 +702,7 @@ def push(
 def batch_size(
     model: str = 'nano',          # nano, a folder, or a Hugging Face id
     target: float = 0.85,         # share of the memory that a batch may take
-    group_size: int = 4,          # completions per prompt; give what train is given, 8 without a flag
+    group_size: int = 4,          # completions per prompt; train has 8 where it is not told otherwise
     max_new_tokens: int = ANSWER_TOKENS,  # longest completion
     micro_batch_size: int | None = None,  # completions per forward pass of an update; none: as train does
     gradient_checkpointing: bool = False,  # backward computes each block again instead of storing its inside

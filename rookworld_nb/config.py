@@ -43,7 +43,7 @@ CREDITS = ('part', 'answer')
 @dataclass(frozen=True)
 class PromptOptions:
     "What the run starts from, and what it is asked."
-    model: str = 'nano'               # nano (embedded), a folder, or a Hugging Face id such as jrahn/RookWorld-LM-124M
+    model: str = 'nano'               # nano (embedded), or a GPT-2: a folder, or a hub id as jrahn/RookWorld-LM-124M
     data: str | None = None           # file of P: and A: lines to take prompts from; none: the shipped ones
     output_dir: str | None = None     # run folder, new; none: runs/ and the time
     seed: int = 0                     # all random choices follow from it: prompts, their order, sampling

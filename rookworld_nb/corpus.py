@@ -80,10 +80,11 @@ def _next_move(board: chess.Board, candidates: tuple, rng: random.Random) -> str
     return rng.choices([c.uci for c in candidates], weights)[0]
 
 # %% ../nbs/15_corpus.ipynb #c9767013
-def _policy_shard(number: int, folder: Path, size: int, nodes: int, seed: int, mate_share: float) -> None:
+def _policy_shard(number: int, folder: Path, size: int, nodes: int, seed: int, mate_share: float,
+                  stockfish_path: str | None) -> None:
     "Label `size` positions; the shard is a pure function of its number and the other settings."
     rng, samples, mates = random.Random(f'{seed} policy {number}'), {}, 0
-    with Stockfish(nodes=nodes, fresh=False) as engine:    # the order of the positions is fixed, so the answers are too
+    with Stockfish(stockfish_path, nodes, fresh=False) as engine:    # one order of positions: one set of answers
         while len(samples) < size:
             for sample in labelled_game(engine, rng):
                 samples.setdefault(fen_key(sample.fen), sample)
@@ -166,16 +167,17 @@ def make_policy_data(
     seed: int = 0,        # with the shard's number it decides everything
     processes: int = 2,   # engines at work side by side
     mate_share: float = 0.,  # positions with a mate in one to search for, as a share of all
+    stockfish_path: str | None = None,  # the executable; None: find_stockfish
 ) -> list[Path]:  # the shards in order
     "Label positions with Stockfish; shards that exist are kept, and CorpusError where other settings made them."
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     shards, engine = [folder/f'policy-{number:04d}.txt' for number in range(n_shards)], {}
     if not all(path.exists() for path in shards):
-        with Stockfish(nodes=nodes) as asked: engine['engine'] = asked.name
+        with Stockfish(stockfish_path, nodes) as asked: engine['engine'] = asked.name
     _same_settings(folder, 'policy', policy_shard=size, nodes=nodes, seed=seed, mate_share=mate_share, **engine)
     return _make_shards(shards, functools.partial(_policy_shard, folder=folder, size=size, nodes=nodes, seed=seed,
-                                                  mate_share=mate_share), processes)
+                                                  mate_share=mate_share, stockfish_path=stockfish_path), processes)
 
 # %% ../nbs/15_corpus.ipynb #db55d365
 def env_sample(
@@ -496,9 +498,10 @@ def labelled_again(
     samples: list[Sample],  # P: samples
     nodes: int,             # Stockfish's node limit a position
     order: Callable[[str], random.Random] = random.Random,  # of a FEN: what shuffles its moves
+    stockfish_path: str | None = None,  # the executable; None: find_stockfish
 ) -> list[Sample]:  # P: samples on the same positions
     "The positions of samples as the engine sees them when it looks at another number of nodes."
-    with Stockfish(nodes=nodes) as engine:
+    with Stockfish(stockfish_path, nodes) as engine:
         return [policy_sample(sample.fen, engine.analyse(sample.fen), order(sample.fen)) for sample in samples]
 
 
@@ -510,6 +513,7 @@ def make_prompts(
     n_env: int = 4_800,        # A: prompts to train on: five natural moves to three from the mix
     n_heldout: int = 1_000,    # held-out P: positions; half as many natural A: moves, 300 from the mix
     seed: int = 0,             # of the choices
+    stockfish_path: str | None = None,  # the executable; None: find_stockfish
 ) -> tuple[list[Sample], list[Sample]]:  # prompts to train on, held-out samples; no position is shown in both
     "Choose prompts and held-out samples from the shards that pre-training never saw."
     rng, folder = random.Random(f'{seed} prompts'), Path(folder)/'prompts'
@@ -518,7 +522,7 @@ def make_prompts(
              for part, shards in (('train', range(HELD_SHARDS - 2)), ('held', range(HELD_SHARDS - 2, HELD_SHARDS)))}
     n_heldout = min(n_heldout, len(pools['P', 'held'])*2//3)
     positions = rng.sample(pools['P', 'held'], n_heldout + n_heldout//2)
-    held = labelled_again(positions[:n_heldout], nodes, lambda fen: rng)
+    held = labelled_again(positions[:n_heldout], nodes, lambda fen: rng, stockfish_path)
     env = [natural_env_sample(sample, rng) for sample in positions[n_heldout:]]
     env += rng.sample(pools['A', 'held'], min(300, len(pools['A', 'held'])))
     held += rng.sample(env, len(env))
@@ -526,6 +530,6 @@ def make_prompts(
     policy, mix = (apart_from(pools[task, 'train'], taken) for task in 'PA')
     rng = random.Random(f'{seed} training prompts')
     natural = [natural_env_sample(sample, rng) for sample in policy[:n_env*5//8]]
-    train = labelled_again(policy[:n_policy], nodes)
+    train = labelled_again(policy[:n_policy], nodes, stockfish_path=stockfish_path)
     train += apart_from(natural, taken) + with_rare_outcomes(mix, n_env*3//8)
     return train, held

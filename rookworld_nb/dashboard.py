@@ -57,7 +57,7 @@ class History:
 
     def append(
         self,
-        row: Mapping[str, float],  # one optimiser step; 'step' counts up by one where it is missing
+        row: Mapping[str, float],  # one optimiser step; 'step' is the number of the row where it is missing
     ) -> None:
         """Add a row; a number that is missing in it is NaN."""
         done = len(self.columns['step'])

@@ -4,10 +4,11 @@
 
 # %% auto #0
 __all__ = ['REWARD', 'MULTIPV', 'POLICY_METRICS', 'ENV_METRICS', 'TASK_METRICS', 'EVAL_CLIP', 'ROUNDING', 'CLASSES', 'KEYS',
-           'HELDOUT_COLUMNS', 'FEW', 'RECALL_COLUMNS', 'TaskMetric', 'clip_pawns', 'best_move_metrics',
-           'policy_metrics', 'move_class', 'env_metrics', 'EvaluationError', 'metrics_table', 'completions', 'evaluate',
-           'chance_line', 'bootstrap_interval', 'wilson_interval', 'student_t', 'mean_interval', 'by_prompt',
-           'summarise', 'select_rows', 'recall_table', 'Difference', 'paired_difference', 'compare']
+           'HELDOUT_COLUMNS', 'SHARE', 'BOUNDS', 'FEW', 'RECALL_COLUMNS', 'TaskMetric', 'clip_pawns',
+           'best_move_metrics', 'policy_metrics', 'move_class', 'env_metrics', 'EvaluationError', 'metrics_table',
+           'completions', 'evaluate', 'chance_line', 'bootstrap_interval', 'wilson_interval', 'student_t',
+           'mean_interval', 'by_prompt', 'summarise', 'select_rows', 'recall_table', 'Difference', 'paired_difference',
+           'compare']
 
 # %% ../nbs/22_evaluate.ipynb #fd3de141
 import math
@@ -251,6 +252,8 @@ def chance_line(
             near = [sum(top - pawns <= loss + ROUNDING for pawns in truth.pawns.values()) for loss in (.1, .5)]
             counts = {'best_move_accuracy': len(truth.best), 'best_in_top5': len(truth.pawns),
                       'best_within_10cp': near[0], 'best_within_50cp': near[1], 'top5_overlap': min(MAX_MOVES, legal)}
+            lawful = ('right_count', 'legal_fraction', 'distinct_legal', 'best_legal')    # it knows the rules
+            chances += [('P', metric, 1.) for metric in lawful]
             chances += [('P', metric, count/legal) for metric, count in counts.items()]
         else:
             ordinary = float(outcome(truth) == 'ordinary')
@@ -287,6 +290,9 @@ def wilson_interval(
     return max(0., (centre - half)/(1 + extra)), min(1., (centre + half)/(1 + extra))
 
 # %% ../nbs/22_evaluate.ipynb #a1c5e0d7
+SHARE = (0., 1.)
+#: What no mean can leave, by the unit of a metric; a reward may be any number.
+BOUNDS = {'similarity': SHARE, 'probability': SHARE, 'pawns': (0., math.inf), 'reward': (-math.inf, math.inf)}
 FEW = 10    # prompts' worth of successes, or of failures, below which the bootstrap of a share is not trusted
 
 
@@ -304,6 +310,7 @@ def mean_interval(
     values: np.ndarray,     # (n,) one value a unit, NaN left out
     shares: bool = True,    # yes and no, or fractions between; False: any measure, which may happen to be 0 and 1
     resamples: int = 1000,  # of the bootstrap
+    bounds: tuple[float, float] = (-math.inf, math.inf),  # that no mean of a measure can leave; of shares 0 and 1
 ) -> dict[str, float]:      # mean, low, high (95 %), n
     """Mean with Wilson's interval for yes and no and for shares near 0 or 1, else the bootstrap's, or none."""
     values = values[~np.isnan(values)]
@@ -313,8 +320,8 @@ def mean_interval(
     elif len(values) and np.ptp(values) > ROUNDING:
         n, mean = len(values), values.mean()
         wider = student_t(n)/1.96*math.sqrt(n/(n - 1))    # few values look more alike than they are
-        low, high = (mean + wider*(end - mean) for end in bootstrap_interval(values, resamples))
-        if shares: low, high = max(0., low), min(1., high)
+        low, high = np.clip([mean + wider*(end - mean) for end in bootstrap_interval(values, resamples)],
+                            *(SHARE if shares else bounds)).tolist()
     else:
         low = high = math.nan    # the bootstrap would claim certainty
     return {'mean': float(values.mean()) if len(values) else math.nan, 'low': low, 'high': high, 'n': len(values)}
@@ -339,7 +346,8 @@ def summarise(
         for metric in TASK_METRICS[task]:
             values = by_prompt(part, metric).to_numpy()
             if len(values):
-                found = mean_interval(values, TASK_METRICS[task][metric].unit == 'share')
+                unit = TASK_METRICS[task][metric].unit
+                found = mean_interval(values, unit == 'share', bounds=BOUNDS.get(unit, SHARE))
                 rows.append((task, temperature, metric, *found.values()))
     columns = ['task', 'temperature', 'metric', 'mean', 'low', 'high', 'n']
     return pd.DataFrame(rows, columns=columns).set_index(columns[:3])

@@ -4,12 +4,14 @@
 
 # %% auto #0
 __all__ = ['SAMPLED_KL', 'EXACT_KL', 'KL_ESTIMATORS', 'KL_CONTROLS', 'SettingError', 'BatchShapeError', 'check_option',
-           'check_count', 'check_shapes', 'per_token_kl', 'exact_kl', 'reweight_kl', 'KLConfig', 'KLController']
+           'check_count', 'check_number', 'check_shapes', 'per_token_kl', 'exact_kl', 'reweight_kl', 'KLConfig',
+           'KLController']
 
 # %% ../nbs/07_kl.ipynb #64413ff8
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from numbers import Real
 from typing import Any
 
 import torch
@@ -41,6 +43,23 @@ def check_count(
     "Raise `SettingError` unless `value` is a whole number of at least `least`."
     if type(value) is not int or value < least:    # True is none
         raise SettingError(f'{name}={value!r} must be a whole number of at least {least}')
+
+# %% ../nbs/07_kl.ipynb #8ee4f9c9
+def check_number(
+    name: str,                # the setting, as the user writes it
+    value: Any,               # what was found in it
+    most: float = math.inf,   # the largest that is allowed; infinity itself never is: config.json has no word for it
+    least: float = 0.,        # the smallest
+    positive: bool = False,   # 0 is not allowed
+    optional: bool = False,   # None is
+) -> None:
+    "Raise `SettingError` unless `value` is a finite number in its range."
+    if optional and value is None: return
+    number = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    if not (number and least <= value <= most) or positive and value == 0:
+        words = 'finite' + (f' and {"above" if positive else "at least"} 0' if least == 0 else '')
+        if most < math.inf: words = f'between {least:g} and {most:g}'
+        raise SettingError(f'{name}={value!r} must be {words}' + ', or None'*optional)
 
 
 def check_shapes(
@@ -119,13 +138,12 @@ class KLConfig:
 
     def __post_init__(self):
         check_option('kl_control', self.kl_control, KL_CONTROLS)
-        if not 0 <= self.kl_coef < math.inf: raise SettingError(f'kl_coef={self.kl_coef} must be finite and >= 0')
-        if not 0 < self.kl_target < math.inf: raise SettingError(f'kl_target={self.kl_target} must be finite and > 0')
+        check_number('kl_coef', self.kl_coef)
         check_count('kl_warmup_steps', self.kl_warmup_steps, least=0)
-        if not 0 <= self.kl_warmup_factor <= 1:
-            raise SettingError(f'kl_warmup_factor={self.kl_warmup_factor} must be in [0, 1]')
-        if not 0 < self.kl_coef_min <= self.kl_coef_max:
-            raise SettingError(f'kl_coef_min={self.kl_coef_min} must be > 0 and at most kl_coef_max={self.kl_coef_max}')
+        check_number('kl_warmup_factor', self.kl_warmup_factor, most=1)
+        for name in ('kl_target', 'kl_coef_min', 'kl_coef_max'): check_number(name, getattr(self, name), positive=True)
+        if self.kl_coef_min > self.kl_coef_max:
+            raise SettingError(f'kl_coef_min={self.kl_coef_min} must be at most kl_coef_max={self.kl_coef_max}')
         if self.kl_control == 'adaptive' and not self.kl_coef_min <= self.kl_coef <= self.kl_coef_max:
             raise SettingError(f'kl_coef={self.kl_coef} must lie in [kl_coef_min={self.kl_coef_min}, '
                                f'kl_coef_max={self.kl_coef_max}] when kl_control is adaptive')
@@ -148,7 +166,7 @@ class KLController:
 
     def update(self,
         kl: float,  # measured per-token mean, nats, of a non-negative estimator; nan changes nothing
-        step: int,  # the last optimiser step before it was measured, the first is 1
+        step: int,  # the last optimiser step that has led to it, the first is 1; 0: none has
     ) -> float:     # the stored coefficient afterwards
         "Move the stored coefficient by one factor if `kl` left its band; call once per batch of rollouts."
         config = self.config

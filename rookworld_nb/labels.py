@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['logger', 'policy_line', 'LabelError', 'Labelling', 'labelled_in', 'fen_in', 'count_moves', 'shard_of', 'write_plan',
            'plan_of', 'cut_inputs', 'label_shard', 'leave_group', 'label_worker', 'stop', 'told', 'merge_shards',
-           'clear_shards', 'Progress', 'label_files']
+           'clear_shards', 'Progress', 'undone_of', 'label_files']
 
 # %% ../nbs/14_labels.ipynb #476f93fc
 import gzip
@@ -100,7 +100,7 @@ def fen_in(
         if text.startswith('{'): text = str(json.loads(text).get('fen', text))
         if len(text.split()) == 6: return parse_board(text).fen()
     except (ValueError, RecursionError): pass    # it is no position, and will be refused as it is
-    return ' '.join(text.split())
+    return ' '.join(text.encode(errors='backslashreplace').decode().split())    # JSON may hold what no file can
 
 
 def count_moves(
@@ -165,7 +165,7 @@ def label_shard(
     job: Labelling,     # cut
     shard: int,         # its number
     engine: Stockfish,  # answers
-    alone: Callable[[], bool] = lambda: False,  # whether whoever wanted this is gone
+    orphaned: Callable[[], bool] = lambda: False,  # whether whoever wanted this is gone
 ) -> bool:              # False where another process has it, or nobody wants it any more
     "Label what is left of a shard."
     with locked(job.place('lock', shard)) as mine:
@@ -177,7 +177,7 @@ def label_shard(
         with open(part, 'a', encoding='utf-8', buffering=1) as file:    # a line at a time
             for fen in dict.fromkeys(fens):
                 if fen in done: continue
-                if alone(): return False
+                if orphaned(): return False
                 try:
                     several = count_moves(fen) > 1
                     if several: file.write(policy_line(fen, engine.analyse(fen), job.seed, job.padded) + '\n')
@@ -209,8 +209,8 @@ def label_worker(
     if starter is not None: leave_group()
     order, looked, gone = [(first + n)%job.shards for n in range(job.shards)], time.monotonic(), False
 
-    def alone() -> bool:
-        "Look every half second; once gone is gone."
+    def orphaned() -> bool:
+        "Whether the starter is gone: look every half second; once gone is gone."
         nonlocal looked, gone
         if starter is not None and not gone and time.monotonic() - looked >= .5:
             looked, gone = time.monotonic(), not starter.is_alive()
@@ -218,8 +218,8 @@ def label_worker(
     try:
         with Stockfish(job.stockfish_path, nodes=job.nodes) as engine:
             while left := [shard for shard in order if not job.place('done', shard).exists()]:
-                if not sum([label_shard(job, shard, engine, alone) for shard in left]): time.sleep(.1)
-                if alone(): return
+                if not sum([label_shard(job, shard, engine, orphaned) for shard in left]): time.sleep(.1)
+                if orphaned(): return
     except (ValueError, KeyboardInterrupt) as error:
         sys.exit(f'labelling, process {number}: {str(error) or "interrupted"}')
 
@@ -295,6 +295,13 @@ class Progress:
         return f'{done} of {self.total}{rest}'
 
 # %% ../nbs/14_labels.ipynb #b774a02b
+def undone_of(
+    job: Labelling,  # begun or new
+) -> list[int]:      # numbers of the shards that are not finished
+    "What is left to do."
+    return [n for n in range(job.shards) if not job.place('done', n).exists()]
+
+
 def _watch(job: Labelling, workers: list) -> None:
     "Wait for the workers, and say now and then how far they are."
     done = lambda: sum(1 for _ in job.folder.glob('done-*'))
@@ -303,7 +310,7 @@ def _watch(job: Labelling, workers: list) -> None:
         wait(alive, timeout=10.)
         if (now := done()) > said: logger.info('shards: %s', progress(said := now))
 
-
+# %% ../nbs/14_labels.ipynb #7ef3e9f2
 def label_files(
     job: Labelling,          # new, or begun and killed
     sources: Sequence[str],  # files of FENs, or folders of them
@@ -318,7 +325,7 @@ def label_files(
     if (gone/'plan.json').exists() and output.exists():    # killed after the last step but the cleaning
         was = json.loads((gone/'plan.json').read_text(encoding='utf-8'))
         if was == plan_of(job, paths, name) | {'totals': was['totals']}: return clear_shards(gone)
-    if output.exists() and not (job.folder/'plan.json').exists():
+    if output.exists() and undone_of(job):    # else it is this job's, killed before its folder got another name
         raise LabelError(f'--output {output}: is there already; give a new file')
     shutil.rmtree(gone, ignore_errors=True)
     job.folder.mkdir(exist_ok=True)
@@ -328,9 +335,10 @@ def label_files(
         logger.info('Engine: %s, %d nodes a position', name, job.nodes)
         spawn = get_context('spawn')
         workers = [spawn.Process(target=label_worker, args=(job, n, processes)) for n in range(processes)]
-        for worker in workers: worker.start()
-        try: _watch(job, workers)
+        try:
+            for worker in workers: worker.start()
+            _watch(job, workers)
         finally: stop(workers)
-        if undone := [n for n in range(job.shards) if not job.place('done', n).exists()]:
+        if undone := undone_of(job):
             raise LabelError(f'{len(undone)} of {job.shards} shards are not done; the same command goes on from here')
         return merge_shards(job)

@@ -58,7 +58,8 @@ class Metric:
 # %% ../nbs/20_monitor.ipynb #f17bbfb2
 REWARD_METRICS = (
     Metric('reward', 'mean of r over the judged completions', 'reward', 'buffer', (0, 1), (-1, 1),
-           'most completions cannot be parsed', 'above the top of the reward scale: the scorer is wrong'),
+           'many completions earn the penalty of an unreadable answer',
+           'above the top of the reward scale: the scorer is wrong'),
     Metric('reward_std', 'mean over groups of std(r), ddof 1', 'reward', 'buffer', (.01, math.inf), (0, math.inf),
            'the completions of a group earn the same: there is nothing to learn from'),
     Metric('reward_min', 'lowest r', 'reward', 'buffer', optional=True),
@@ -176,11 +177,12 @@ def metric_for(
 
 
 def range_text(
-    metric: Metric,  # one with or without a healthy range
-) -> str:            # '≤ 0.15', '≥ 0.9', '0.1 to 3', or '' without a range
-    """The healthy range as a reader wants it: an edge that cannot be crossed is left out."""
-    if metric.healthy is None: return ''
-    low, high = metric.healthy
+    metric: Metric,         # one with or without a healthy range
+    name: str = 'healthy',  # of the range: healthy or watch
+) -> str:                   # '≤ 0.15', '≥ 0.9', '0.1 to 3', or '' without a range
+    """A range as a reader wants it: an edge that cannot be crossed is left out."""
+    if (edges := getattr(metric, name)) is None: return ''
+    low, high = edges
     if low == high: return f'{low:g}'
     if math.isinf(high) or (metric.unit == 'share' and high == 1): return f'≥ {low:g}'
     return f'≤ {high:g}' if low == 0 and metric.unit != 'reward' else f'{low:g} to {high:g}'
@@ -317,7 +319,7 @@ class Picture(Figure):
         with rc_context(STYLE): return list(self.subplots(rows, columns, squeeze=False, sharey=sharey).flat)
 
     def _repr_png_(self) -> bytes:
-        """The picture as PNG bytes in 256 colours: a third of the usual size, and no difference to the eye."""
+        """The picture as PNG bytes in 256 colours: less than half of the usual size, and hardly a difference to the eye."""
         with rc_context(STYLE): self.canvas.draw()
         pixels = Image.frombytes('RGBA', self.canvas.get_width_height(), self.canvas.buffer_rgba().tobytes())
         buffer = BytesIO()
@@ -385,7 +387,7 @@ def dress(
     axes.set_title(panel.unit, color=MUTED, **small)
     if judged := metric_for(panel.judged):
         axes.set_title(f'healthy {range_text(judged)} {panel.unit}', color=green, **small)
-        axes.axhspan(*np.clip(judged.healthy, -1e9, 1e9), color=green, alpha=.1, lw=0, zorder=0)
+        axes.axhspan(*np.clip(judged.healthy, -1e9, 1e9), color=green, alpha=.18, lw=0, zorder=0)
     if target is not None: axes.axhline(target, color=MUTED, lw=1, ls=(0, (4, 3)), zorder=1)
     axes.yaxis.set_major_locator(MaxNLocator(4))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f'{y/1000:g}k' if abs(y) >= 1000 else f'{y:.4g}'))
@@ -425,7 +427,7 @@ class Chart:
         self.fill = self.axes.fill_between(step, *edges, color=BLUE, alpha=.14, lw=0) if edges else None
         measured = len(step) and np.isfinite(drawn[0][-1])    # a gap is no light: the row may lack the metric
         light = light_of(self.panel.lines[0][0], drawn[0][-1]) if measured else None
-        self.last.set_data((step[-1:], smooth(drawn[0])[-1:]) if light else ([], []))
+        self.last.set_data((step[-1:], drawn[0][-1:]) if light else ([], []))
         if light: self.last.set_color(LIGHT_COLOURS[light.colour])
         self.axes.set_ylim(*view_limits(drawn + edges + self.fixed, self.panel.view))
         self.axes.set_xlim(*((step[0], max(step[-1], step[0] + 1)) if len(step) else (0, 1)))

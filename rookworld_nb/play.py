@@ -125,6 +125,7 @@ class Game(Encounter):
     ) -> None:
         """Take a piece up, move it, or lay it down."""
         if self.over: return
+        if self.board.turn != self.colour: return self.reply()    # the last click was interrupted
         move = self.targets().get(square)
         if move is None:
             own = self.board.color_at(square) == self.colour and square != self.selected

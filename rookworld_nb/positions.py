@@ -28,7 +28,7 @@ from typing import Any, TextIO
 import chess
 
 from .rules import EnvStep, fen_key, legal_moves, parse_board
-from .tasks import EnvAnswer, env_prompt, parse_env, parse_policy, split_line, task_of
+from .tasks import END_TEXT, EnvAnswer, env_prompt, parse_env, parse_policy, split_line, task_of
 
 # %% ../nbs/04_positions.ipynb #4ac70ac4
 @dataclass(frozen=True)
@@ -113,14 +113,13 @@ def lazy_lines(
                 yield from lazy_lines(file, lambda number, reason: complain(number, where + reason))
         return
     for number, line in enumerate(source, 1):
-        if not line.strip():
-            continue
-        try:
-            sample = _sample(line.rstrip('\r\n'))
-        except ValueError as error:
-            complain(number, str(error))
-        else:
-            yield sample
+        for text in filter(str.strip, line.rstrip('\r\n').split(END_TEXT)):
+            try:
+                sample = _sample(text)
+            except ValueError as error:
+                complain(number, str(error))
+            else:
+                yield sample
 
 
 def read_lines(
@@ -262,7 +261,7 @@ def opening_positions() -> list[Position]:  # distinct, the final position of ea
             board = chess.Board()
             for san in moves[:len(moves)-cut]:
                 board.push_san(san)
-            label = name if cut == 0 else f'{name}, {cut} plies before'
+            label = name if cut == 0 else f'{name}, {cut} {"ply" if cut == 1 else "plies"} before'
             found.setdefault(fen_key(board.fen()), Position(board.fen(), 'opening', label))
     return list(found.values())
 
@@ -340,7 +339,7 @@ def generate_positions(
     n: int = 256,   # how many positions
     seed: int = 0,  # the same seed gives the same list
 ) -> list[Position]:  # 20 % openings (107 at most), 20 % endgames, else middle games of 8-20 plies; all distinct
-    "Positions to play from: named openings while there are any, middle games, endgames of fewer than 14 pieces."
+    "Positions to play from: named openings and what leads to them, middle games, endgames of fewer than 14 pieces."
     if not isinstance(n, int) or n < 1:
         raise DataError(f'n={n} positions: ask for a whole number, at least 1')
     rng, named = random.Random(seed), opening_positions()

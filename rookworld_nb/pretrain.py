@@ -7,15 +7,17 @@ __all__ = ['EMPTY', 'SQUARES', 'PROMOTIONS', 'CASTLING', 'HEADS', 'TOKEN_PATTERN
            'PROMPT_BOARD', 'PROMPT_MOVE', 'COUNTS', 'ENV_DIVISOR', 'PROBE_WEIGHT', 'board_tokenizer', 'ranked', 'Rows',
            'pack', 'PretrainError', 'batches', 'token_weights', 'completion_loss', 'completion_mask', 'board_init_',
            'check_pretrain', 'PretrainConfig', 'batch_kinds', 'learning_rate', 'first_model', 'train', 'validate',
-           'read_excluded', 'prepare', 'pretrain']
+           'read_excluded', 'fingerprint_of', 'kept_rows', 'prepare', 'pretrain']
 
 # %% ../nbs/16_pretrain.ipynb #2896c040
+import hashlib
 import json
 import logging
 import math
 import os
 import random
 import time
+import zipfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from itertools import product
@@ -34,7 +36,7 @@ from .model import GPT, GPTConfig
 from .positions import (
     Sample, apart_from, by_task, locked, reason_of, replacing, seen_positions, shipped_positions, write_lines)
 from .probes import BOARD_SQUARES, BoardProbes, BoardText, outputs_of
-from .rules import fen_key
+from .rules import fen_key, find_stockfish
 from .tasks import format_policy, is_fen, parse_policy, split_line
 from .weights import END_TOKEN, end_token_id, load_pretrained, save_pretrained
 
@@ -303,6 +305,7 @@ class PretrainConfig:
     best_first: bool = True    # P: rows name their moves from best to worst; off: in the random order of the lines
     bf16: bool = False         # multiply matrices in bfloat16: twice as fast on a processor made for it
     exclude: str | None = None  # file of FENs, one a line: positions that must not be learned from
+    stockfish_path: str | None = None  # the executable; none: looked for
     model: str | None = None   # start from its weights: nano, or a folder; none: from random ones
     seed: int = 0              # of data, order and random weights
     processes: int = 2         # workers that make data
@@ -365,12 +368,12 @@ class _Learner:
         self.optimisers = [
             torch.optim.Muon(matrices, lr=config.lr, weight_decay=.05, adjust_lr_fn='match_rms_adamw'),
             torch.optim.AdamW(others, lr=config.lr, betas=(.9, .98), weight_decay=0.)]
-        self.step, self.drawn = 0, dict.fromkeys(rows, 0)
+        self.step, self.drawn, self.made_of = 0, dict.fromkeys(rows, 0), fingerprint_of(config)
 
     def state(self) -> dict:
         return {'model': self.model.state_dict(), 'probes': self.probes.state_dict(),
                 'optimisers': [optimiser.state_dict() for optimiser in self.optimisers],
-                'step': self.step, 'drawn': self.drawn, 'config': asdict(self.config)}
+                'step': self.step, 'drawn': self.drawn, 'config': asdict(self.config), 'made_of': self.made_of}
 
     def restore(self, state: dict) -> None:
         self.model.load_state_dict(state['model'])
@@ -467,16 +470,21 @@ def _save_checkpoint(learner: _Learner, path: Path) -> None:
 
 def _load_checkpoint(path: Path, config: PretrainConfig) -> dict:
     "The saved state, refused where it belongs to another configuration."
-    state = torch.load(path, weights_only=True)
+    try: state = torch.load(path, weights_only=True)
+    except Exception as error:    # of the archive or of what is in it, several families
+        raise PretrainError(f'{path}: damaged ({error}); without it the same command begins anew') from error
     if 'probes' not in state:
         raise PretrainError(f'{path.parent} holds a run of an older version; give another --output-dir')
     free = ('steps', 'env_share', 'verdict_share',    # may change when a run is resumed: more steps, another mix
-            'output_dir', 'processes', 'threads', 'save_every')
+            'output_dir', 'processes', 'threads', 'save_every', 'stockfish_path')
     before = state['config']
     if differing := [f'--{name.replace("_", "-")} {before.get(name)}, not {value}'
                      for name, value in asdict(config).items() if name not in free and before.get(name) != value]:
         raise PretrainError(f'{path.parent} holds a run with {", ".join(differing)}; '
                             'give the same, or another --output-dir')
+    if state.get('made_of', made := fingerprint_of(config)) != made:
+        raise PretrainError(f'--exclude {config.exclude}: names other positions than when the run in {path.parent} '
+                            'began, or the package ships others; give the same, or another --output-dir')
     if config.steps < state['step']:
         raise PretrainError(f'--steps {config.steps}: the run in {path.parent} has done {state["step"]} already')
     return state
@@ -526,8 +534,32 @@ def read_excluded(
         keys += [fen_key(position)] if position else []
     return keys
 
+# %% ../nbs/16_pretrain.ipynb #5d11bc7b
+def fingerprint_of(
+    config: PretrainConfig,  # what to do
+) -> str:  # equal where the rows are
+    "What the rows are made of, the positions to leave out among it."
+    facts = ['PAV', config.shards, config.policy_shard, config.env_shard, config.nodes, config.mate_share,
+             config.best_first, config.seed, sorted(read_excluded(config.exclude)), sorted(shipped_positions())]
+    return hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest()
 
-def _keep_rows(cache: Path, made_of: list[str], parts: dict[str, dict[str, Rows]]) -> None:
+
+def kept_rows(
+    cache: Path,   # of `prepare`
+    made_of: str,  # what the rows must be made of
+) -> tuple[dict[str, Rows], dict[str, Rows]] | None:  # None where they have to be made
+    "Rows that were made before."
+    if not cache.exists(): return None
+    try:
+        with np.load(cache) as stored:
+            return None if str(stored['made_of']) != made_of else tuple(
+                {kind: Rows(kind, stored[f'{part} {kind} ids'], stored[f'{part} {kind} offsets']) for kind in 'PAV'}
+                for part in ('train', 'held'))
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+        logger.warning('%s: damaged (%s), and made again', cache, error)
+
+# %% ../nbs/16_pretrain.ipynb #8c9cabfd
+def _keep_rows(cache: Path, made_of: str, parts: dict[str, dict[str, Rows]]) -> None:
     "Write what `prepare` has made: whole, or not at all."
     arrays = {f'{part} {kind} {name}': getattr(rows, name) for part, kinds in parts.items()
               for kind, rows in kinds.items() for name in ('ids', 'offsets')}
@@ -556,24 +588,19 @@ def prepare(
 ) -> tuple[dict[str, Rows], dict[str, Rows]]:  # rows to learn from, 200 held-out rows a kind; no position in both
     "Make what data is missing and tokenize it; the result is kept in `rows.npz`."
     folder = Path(config.output_dir)
-    excluded = read_excluded(config.exclude)
-    made_of = [json.dumps(['PAV', config.shards, config.policy_shard, config.env_shard, config.nodes, config.mate_share,
-                           config.best_first, config.seed, sorted(excluded), sorted(shipped_positions())])]
-    cache = folder/'rows.npz'
-    if cache.exists():
-        with np.load(cache) as stored:
-            if list(stored['made_of']) == made_of:
-                return tuple({kind: Rows(kind, stored[f'{part} {kind} ids'], stored[f'{part} {kind} offsets'])
-                              for kind in 'PAV'} for part in ('train', 'held'))
+    cache, made_of = folder/'rows.npz', fingerprint_of(config)
+    if kept := kept_rows(cache, made_of): return kept
     train_files, held_files = (
-        make_policy_data(folder/name, shards, config.policy_shard, config.nodes, seed, config.processes, mate_share)
+        make_policy_data(folder/name, shards, config.policy_shard, config.nodes, seed, config.processes, mate_share,
+                         config.stockfish_path)
         + make_env_data(folder/name, shards, config.env_shard, seed, config.processes)
         for name, shards, seed, mate_share in (('data', config.shards, config.seed, config.mate_share),
                                                ('prompts', HELD_SHARDS, config.seed + 1, 0.)))
     held, rare = [sample for file in held_files for sample in whole_shard(file)], make_stress(held_files)
     write_lines(rare, folder/'stress.txt.gz')
-    held_pairs = _pairs(held[:2000] + held[-2000:], config.best_first, set())
-    taken = {*excluded} | seen_positions(held + rare) | shipped_positions()
+    first = (sample for some in by_task(held).values() for sample in some[:2000])
+    held_pairs = _pairs(first, config.best_first, set())
+    taken = {*read_excluded(config.exclude)} | seen_positions(held + rare) | shipped_positions()
     taken |= {_judged_position(prompt) for prompt, _ in held_pairs['V']}
     samples = apart_from((sample for file in train_files for sample in whole_shard(file)), taken)
     parts = {part: {kind: pack(kind, some, tokenizer) for kind, some in pairs.items()} for part, pairs in
@@ -594,13 +621,15 @@ def pretrain(
     first_model(config, tokenizer)    # what is wrong with it, with --exclude or with going on is said before all work
     read_excluded(config.exclude)
     done = _load_checkpoint(folder/'checkpoint.pt', config)['step'] if (folder/'checkpoint.pt').exists() else 0
+    find_stockfish(config.stockfish_path)
     folder.mkdir(parents=True, exist_ok=True)
     with locked(folder/'.lock') as alone:
         if not alone: raise PretrainError(f'--output-dir {folder}: another process is at work there')
         _learn(config, tokenizer, done)
         model, tokenizer = load_pretrained(str(folder/'model'))
         save_pretrained(model, tokenizer, folder/'nano', dtype=torch.float16)
-        for name, samples in zip(('train', 'heldout'), make_prompts(folder, whole_shard(folder/'stress.txt.gz'))):
+        for name, samples in zip(('train', 'heldout'), make_prompts(
+                folder, whole_shard(folder/'stress.txt.gz'), stockfish_path=config.stockfish_path)):
             write_lines(samples, folder/f'{name}.txt.gz')
     return folder
 

@@ -8,10 +8,10 @@ __all__ = ['NUMERIC', 'LOWER_IS_BETTER', 'SIGNIFICANT', 'KEYS', 'NUMBERS', 'TASK
            'read_run', 'ending', 'Html', 'element', 'table_of', 'number', 'rank', 'temperature_name', 'comparison',
            'is_shown', 'plot_differences', 'plot_bands', 'plot_task', 'plot_looks', 'bin_edges', 'draw_histograms',
            'plot_distributions', 'Finding', 'findings', 'ranges', 'plot_lights', 'pick_samples', 'sample_card',
-           'samples_of', 'identity_tolerance', 'first_update', 'changed_settings', 'command_line', 'png_of', 'draw',
-           'figure_of', 'section', 'clock_text', 'dot', 'events_section', 'facts', 'heading', 'change_row',
-           'changes_section', 'course_section', 'lights_section', 'start_section', 'samples_section', 'default_words',
-           'settings_section', 'page', 'report']
+           'samples_of', 'identity_tolerance', 'narrowest_clip', 'first_update', 'changed_settings', 'command_line',
+           'png_of', 'draw', 'figure_of', 'section', 'clock_text', 'dot', 'events_section', 'facts', 'heading',
+           'change_row', 'changes_section', 'course_section', 'lights_section', 'start_section', 'samples_section',
+           'default_words', 'settings_section', 'page', 'report']
 
 # %% ../nbs/32_report.ipynb #1172b65e
 import base64
@@ -37,6 +37,7 @@ from matplotlib.colors import ListedColormap
 from matplotlib.ticker import MaxNLocator, MultipleLocator
 
 from . import __version__
+from .boards import pick_rows
 from .config import BY_SIZE, SMALL, TrainConfig
 from .evaluate import ROUNDING, TASK_METRICS, student_t
 from .flags import as_text, words_of
@@ -299,8 +300,9 @@ def plot_task(
         return None
     curves = Curves(panels, 3).update(table)
     for chart, name in zip(curves.charts, names):
-        chart.axes.set_ylim(min(-.02, np.nanmin(column(table, name)) - .05), 1.08)
-        chart.axes.yaxis.set_major_locator(MultipleLocator(.5))
+        low, high = (limit(column(table, name)) for limit in (np.nanmin, np.nanmax))
+        chart.axes.set_ylim(min(-.02, low - .05), max(1.08, high + .05))
+        if high <= 1: chart.axes.yaxis.set_major_locator(MultipleLocator(.5))    # a reward of one's own may be more
     return curves.figure
 
 # %% ../nbs/32_report.ipynb #0a4a1ea8
@@ -462,8 +464,7 @@ def pick_samples(
     parts = {step: table[table['task'] == task] for step, table in tables.items()}
     parts = {step: part for step, part in parts.items() if len(part)}
     count = min([3, *map(len, parts.values())])
-    ordered = {step: part.sort_values('reward', ascending=False, kind='stable') for step, part in parts.items()}
-    return {step: part.iloc[spread(range(len(part)), count)] for step, part in ordered.items()}
+    return {step: pick_rows(part, count) for step, part in parts.items()}
 
 # %% ../nbs/32_report.ipynb #9e801134
 #: Columns of a table of completions that are no parts of the reward.
@@ -511,6 +512,14 @@ def identity_tolerance(
         raise ReportError(f'config.json: {error}') from None
 
 
+def narrowest_clip(
+    config: Mapping[str, Any],  # config.json; what it lacks has its default
+) -> float:  # how far a ratio may be from 1 until it is clipped
+    "The nearer of the two ends of the clip."
+    ends = config.get('clip_range', TrainConfig.clip_range), config.get('clip_range_high')
+    return min(end for end in ends if end is not None)
+
+
 def first_update(
     run: RunData,  # any
 ) -> list[tuple[str, float, float, float, bool]] | None:  # metric, value, target, room, passed; None without one
@@ -520,6 +529,7 @@ def first_update(
         return None
     room = identity_tolerance(run.config)
     wanted = {'ratio_max': (1., room), 'clip_ratio/region_mean': (0., 0.), 'kl': (0., room**2/2 + KL_ROUNDING)}
+    if room >= narrowest_clip(run.config): del wanted['clip_ratio/region_mean']    # what rounds may be clipped
     return [(name, row[name], target, room, abs(row[name] - target) <= room) for name, (target, room) in wanted.items()
             if name in row]
 

@@ -7,10 +7,10 @@ __all__ = ['Shaping', 'ADDITIVE', 'Scaling', 'RANGES', 'POSITIVE', 'PARTS', 'SET
            'logger', 'RewardConfigError', 'RewardTerms', 'RewardConfig', 'check_config', 'scale_score', 'PolicyTruth',
            'policy_format', 'candidate_gains', 'candidates_score', 'eval_gains', 'evals_score', 'best_score',
            'env_scores', 'Judged', 'read_policy', 'read_env', 'judge_policy', 'judge_env', 'judge', 'ladder_rung',
-           'shape_reward', 'MissingTarget', 'BadTarget', 'Analyser', 'stored_truth', 'rules_truth', 'engine_truth',
-           'find_truth', 'RunningNorm', 'running_norms', 'blend_shares', 'component_row', 'component_table',
-           'EngineSilent', 'engine_questions', 'Scores', 'PatientEngine', 'find_truths', 'judge_rows', 'default_reward',
-           'name_of', 'call_reward_fn', 'final_rewards', 'RewardScorer']
+           'shape_reward', 'MissingTarget', 'BadScores', 'BadTarget', 'Analyser', 'stored_truth', 'rules_truth',
+           'engine_truth', 'find_truth', 'RunningNorm', 'running_norms', 'blend_shares', 'component_row',
+           'component_table', 'EngineSilent', 'engine_questions', 'Scores', 'PatientEngine', 'find_truths',
+           'judge_rows', 'default_reward', 'name_of', 'call_reward_fn', 'final_rewards', 'RewardScorer']
 
 # %% ../nbs/05_rewards.ipynb #b4f48dd3
 import logging
@@ -337,6 +337,10 @@ class MissingTarget(ValueError):
     """A P: prompt has neither a stored target nor an engine that could provide one."""
 
 
+class BadScores(ValueError):
+    """Rewards of a scorer of one's own that do not fit their table."""
+
+
 class BadTarget(ValueError):
     """A stored target that cannot be read, or targets that do not fit the prompts."""
 
@@ -359,9 +363,9 @@ def stored_truth(
 ) -> PolicyTruth | EnvStep:  # what the completion is compared with
     """Read a stored target; cached, because every prompt is scored many times."""
     if task_of(prompt) == 'P':
-        answer = parse_policy(target)
-        if not 1 <= len(answer.moves) == len(answer.evals) <= MAX_MOVES:
-            raise BadTarget(f'target {target!r} must list 1 to {MAX_MOVES} moves and as many evaluations')
+        answer = read_policy(target)    # not of another position, and nothing in it that cannot be read
+        if not answer.has_form():
+            raise BadTarget(f'target {target!r} must be M: 1 to {MAX_MOVES} moves E: as many evaluations B: a move')
         fen = read_prompt(prompt).fen
         if wrong := [m for i, m in enumerate(answer.moves) if m not in legal_moves(fen) or m in answer.moves[:i]]:
             raise BadTarget(f'target {target!r}: {wrong[0]} is illegal in {fen} or listed twice')
@@ -504,6 +508,15 @@ class Scores:
     rewards: Tensor           # (N,) float32, normalised if the configuration says so
     components: pd.DataFrame  # N rows: task, scaled scores (NaN for the other task's), raw, reward before normalisation
     judged: Sequence[Judged | None] = ()  # N comparisons that they come from; None: nobody could say what is right
+
+    def __post_init__(self) -> None:
+        rewards = torch.as_tensor(self.rewards, dtype=torch.float32)
+        if rewards.shape != (len(self.components),):
+            raise BadScores(f'{tuple(rewards.shape)} rewards for a table of {len(self.components)} rows: one for each')
+        if lacking := {'task', 'raw', 'reward'} - {*self.components}:
+            raise BadScores(f'the table of scores lacks {", ".join(sorted(lacking))}; it has '
+                            f'{", ".join(self.components) or "no column"}')
+        object.__setattr__(self, 'rewards', rewards)
 
 # %% ../nbs/05_rewards.ipynb #bf9bf73a
 class PatientEngine:

@@ -157,8 +157,10 @@ def find_stockfish(
 ) -> str:                            # path of an executable
     "Find the Stockfish executable."
     if path is not None:
-        if found := shutil.which(os.path.expanduser(path)): return found
-        raise EngineNotFound(f"no executable at {str(path)!r}; {_REMEDY}")
+        file = os.path.expanduser(path)
+        if found := shutil.which(file) or shutil.which(os.path.abspath(file)): return found    # a file here, too
+        why = f"{str(path)!r} may not be executed (chmod +x)" if os.path.isfile(file) else f"no executable at {str(path)!r}"
+        raise EngineNotFound(f"{why}; {_REMEDY}")
     for place in ('stockfish', '/usr/games/stockfish', '/usr/local/bin/stockfish', '/opt/homebrew/bin/stockfish'):
         if found := shutil.which(place): return found
     raise EngineNotFound(f"Stockfish was not found on $PATH; {_REMEDY}")
@@ -306,7 +308,9 @@ class AnalysisCache(_Closing):
     ) -> tuple[Candidate, ...] | None:  # the stored answer, best first; None: not stored
         "Look an answer up."
         rows = self._execute('SELECT answer FROM analysis WHERE key = ?', (key,))
-        return tuple(Candidate(*line) for line in json.loads(rows[0][0])) if rows else None
+        try: return tuple(Candidate(*line) for line in json.loads(rows[0][0])) if rows else None
+        except (ValueError, TypeError) as error:
+            raise CacheError(f"engine cache {str(self.path)!r}: damaged at {key!r}; remove the file") from error
 
     def put(self,
         key: str,                     # everything the answer depends on, as text
@@ -377,6 +381,11 @@ class StockfishPool(_Closing):
         self._free = queue.SimpleQueue()
         for engine in self.engines: self._free.put(engine)
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix='stockfish')
+
+    @property
+    def name(self) -> str:
+        "As of one engine, which is started for it."
+        return self.engines[0].name
 
     def analyse(self,
         fen: str,                # FEN of a possible position

@@ -396,7 +396,8 @@ def is_event(
     "Whether it is what `steer` writes down."
     kinds = {'step': int, 'time': (int, float), 'event': str, 'before': (int, float), 'value': (int, float)}
     given = {'before': 0, 'value': 0} | value if isinstance(value, dict) else {}
-    return kinds.keys() <= given.keys() and all(isinstance(given[name], kind) for name, kind in kinds.items())
+    right = kinds.keys() <= given.keys() and all(isinstance(given[name], kind) for name, kind in kinds.items())
+    return right and ('before' in value) == ('value' in value)
 
 
 def read_events(

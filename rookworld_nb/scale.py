@@ -9,8 +9,9 @@ __all__ = ['logger', 'SPACES', 'PAIR', 'NOT_SEARCHED', 'KINDS', 'FALL', 'BATCHES
            'Search', 'trial_config', 'space_words', 'check_search', 'hopeless', 'Verdict', 'verdict_of', 'judged_task',
            'examine_run', 'train_trial', 'run_trial', 'suggest', 'connect', 'open_study', 'is_lost', 'by_ticket',
            'is_given_up', 'reissue', 'study_facts', 'deal', 'NoRoom', 'outcome_of', 'in_words', 'TakenTwice', 'claim',
-           'attempt', 'is_done', 'trials_of', 'tables_of', 'work', 'run_search', 'trial_table', 'listed', 'labels_of',
-           'success_rates', 'importance', 'why_failed', 'best_of', 'search_report', 'plot_success', 'plot_slices']
+           'claimed', 'attempt', 'is_done', 'trials_of', 'tables_of', 'work', 'run_search', 'trial_table', 'listed',
+           'labels_of', 'success_rates', 'importance', 'why_failed', 'best_of', 'search_report', 'plot_success',
+           'plot_slices']
 
 # %% ../nbs/34_scale.ipynb #2a2efdb5
 import errno
@@ -49,7 +50,7 @@ from .monitor import BLUE, MUTED, ORANGE, Picture
 from .records import metric_rows, optional_module, write_atomic
 from .report import command_line, png_of
 from .rewards import RewardScorer
-from .run import Run, finish
+from .run import Run, finish, make_folder
 from .setup import Setup, updates_per_batch
 
 # %% ../nbs/34_scale.ipynb #47fa9075
@@ -383,16 +384,17 @@ def open_study(
     "Open the study, or make it."
     optuna, file = optional_module('optuna', 'search'), search.storage is None
     optuna.logging.set_verbosity(optuna.logging.ERROR)
-    if file:
-        search.folder.mkdir(parents=True, exist_ok=True)
+    if file: make_folder(search.folder)
     place, address = str(search.folder/'study.db'), optional_module('sqlalchemy', 'search').URL
     url = search.storage or address.create('sqlite', database=place).render_as_string()
     try:
-        return optuna.create_study(storage=connect(url), study_name='search' if file else search.folder.name,
-                                   direction='maximize', load_if_exists=True)
+        study = optuna.create_study(storage=connect(url), study_name='search' if file else search.folder.name,
+                                    direction='maximize', load_if_exists=True)
     except Exception as error:    # of the database's own driver, whichever it is
         shown = re.sub('//.*@', '//...@', url)
         raise SearchError(f'--storage {shown}: cannot be opened: {type(error).__name__}: {error}') from error
+    make_folder(search.folder)    # of the runs, wherever the database is
+    return study
 
 # %% ../nbs/34_scale.ipynb #e3279ff5
 def is_lost(
@@ -516,12 +518,24 @@ def claim(
         raise TakenTwice(f'trial {number}') from None
 
 
+def claimed(
+    search: Search,  # what to do
+    trial,           # an optuna.Trial
+) -> None:           # or TakenTwice
+    "Take a trial; a folder that takes no file is an interruption, and none of the tries that a trial has."
+    try:
+        claim(search.folder, trial.study.user_attrs['id'], trial.number)
+    except OSError as error:
+        trial.set_user_attr('interrupted', True)
+        raise NoRoom(f'{search.folder}: {error}') from error
+
+# %% ../nbs/34_scale.ipynb #2d48c5ca
 def attempt(
     search: Search,  # what to do
     trial,           # an optuna.Trial
 ) -> float:          # gain
     "What Optuna maximises: do the trial of a ticket and write down how it ended."
-    claim(search.folder, trial.study.user_attrs['id'], trial.number)
+    claimed(search, trial)
     trial.storage.record_heartbeat(trial._trial_id)    # at once: a worker that dies unseen is never missed
     optuna, study, ticket = optional_module('optuna', 'search'), trial.study, trial.user_attrs.get('ticket')
     others = [other for other in by_ticket(study).get(ticket, []) if other.number < trial.number]

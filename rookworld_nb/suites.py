@@ -502,9 +502,8 @@ def self_play_scores(
 ) -> pd.DataFrame:        # by 'legal' and 'exact': mean, low, high (95 %), n games, median, unfinished
     """Half-moves per game; unfinished is the share of games that reached the limit: they could have gone on."""
     unfinished = (table['end'] == 'limit').mean()
-    rows = {metric: mean_interval(table[metric].to_numpy(float), shares=False) | {'median': table[metric].median(),
-                                                                    'unfinished': unfinished}
-            for metric in ('legal', 'exact')}
+    rows = {metric: mean_interval(table[metric].to_numpy(float), shares=False, bounds=(0., math.inf)) | {
+                'median': table[metric].median(), 'unfinished': unfinished} for metric in ('legal', 'exact')}
     return pd.DataFrame(rows).T
 
 # %% ../nbs/23_suites.ipynb #b312a00f

@@ -109,3 +109,10 @@ def test_boards_show_best_and_worst_policy_and_worst_environment():
     titles = re.findall('<b>(.*?)</b>', boards_html(pd.DataFrame(policy + environment)))
     assert titles == ['policy, reward 0.90', 'policy, reward 0.20', 'environment, reward 0.70', 'the rules']
     assert boards_html(policy[:1]).count('<figure') == 1 and boards_html(IMPOSSIBLE) == boards_html([]) == ''
+
+
+@pytest.mark.parametrize('row', [{'task': 'P', 'prompt': 'P: 8/8/8/8/8/4k3/8/K6R', 'completion': 'M: h1h2 E: 1.0 B: h1h2'},
+                                 {'task': 'A', 'prompt': 'A: 8/8/8/8/8/4k3/8/K6R+h1h2+h1h2+', 'completion': '8/8/8/8/8/4k3/7R/K7 b - - 1 1+0.001+0+0'}])
+def test_a_board_alone_is_drawn(row):
+    first, *_ = row_diagrams(row | {'reward': 1.})
+    assert first.white_below and diagram_html(first)

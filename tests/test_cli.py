@@ -31,7 +31,7 @@ from rookworld_nb.positions import data_files, locked, read_lines, shipped
 from rookworld_nb.pretrain import board_tokenizer, read_excluded
 from rookworld_nb.ranks import ALONE
 from rookworld_nb.rewards import RewardScorer
-from rookworld_nb.rules import Candidate, EngineNotFound, env_step, find_stockfish, legal_moves
+from rookworld_nb.rules import PATIENCE, Candidate, EngineError, EngineNotFound, env_step, find_stockfish, legal_moves
 from rookworld_nb.run import Run
 from rookworld_nb.scale import WorkersLost
 from rookworld_nb.tasks import env_prompt, format_env
@@ -580,7 +580,7 @@ def test_score_asks_no_engine_before_every_row_is_good(row, words, call, cwd, mo
 
 class Engines:
     """Stands in for a pool of engines: the first five legal moves, each a pawn worse."""
-    asked = 0
+    asked, name = 0, 'Engines'
 
     def __init__(self, workers: int, **options) -> None:
         self.options = options
@@ -920,3 +920,44 @@ def test_an_engine_in_the_current_folder_is_found(call, tmp_path, monkeypatch):
     (tmp_path/'engine').chmod(0o755)
     _, _, said = call('label', START, '--stockfish-path', './engine')
     assert 'no executable' not in said and 'engine' in said    # it ran, and is no engine
+
+
+# ---- label: engines that fail
+
+class Failing(Engines):
+    """Engines that die on some positions."""
+    bad: frozenset = frozenset()
+
+    def analyse_many(self, fens: list[str]) -> list[tuple[Candidate, ...]]:
+        if self.bad & {*fens}: raise EngineError('it died')
+        return super().analyse_many(fens)
+
+    def analyse(self, fen: str) -> tuple[Candidate, ...]:
+        return self.analyse_many([fen])[0]
+
+
+@pytest.mark.parametrize('places', [(0, 1), (16,), (3, 39)])
+def test_label_leaves_out_what_the_engine_fails_on_wherever_it_stands(places, call, fens, cwd, monkeypatch):
+    monkeypatch.setattr('rookworld_nb.rules.StockfishPool', Failing)
+    monkeypatch.setattr(Failing, 'bad', frozenset(fens[place] for place in places))
+    for _ in range(2):    # and again, with nothing else left
+        code, _, errors = call('label', '--output', 'out.txt', *fens)
+        assert code == 0 and errors.count('left out: it died') == len(places)
+    assert len((cwd/'out.txt').read_text().splitlines()) == len(set(fens)) - len(places)
+
+
+@pytest.mark.parametrize('count', [1, 3, 40])
+def test_label_ends_where_the_engine_answers_nothing(count, call, fens, cwd, monkeypatch):
+    monkeypatch.setattr('rookworld_nb.rules.StockfishPool', Failing)
+    monkeypatch.setattr(Failing, 'bad', frozenset(fens))
+    code, _, errors = call('label', '--output', 'out.txt', *fens[:count])
+    assert code == 2 and 'it died' in errors.splitlines()[-1] and errors.count('left out') == min(count, PATIENCE) - 1
+
+
+def test_label_finds_out_first_whether_there_is_an_engine(call, fens, cwd, monkeypatch):
+    class Silent(Engines):
+        @property
+        def name(self): raise EngineError('it does not answer')
+    monkeypatch.setattr('rookworld_nb.rules.StockfishPool', Silent)
+    code, _, errors = call('label', '--output', 'out.txt', *fens)
+    assert code == 2 and 'it does not answer' in errors and not (cwd/'out.txt').exists() and Engines.asked == 0

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
-from rookworld_nb.evaluate import (CLASSES, HELDOUT_COLUMNS, KEYS, TASK_METRICS, EvaluationError,
+from rookworld_nb.evaluate import (BOUNDS, CLASSES, HELDOUT_COLUMNS, KEYS, TASK_METRICS, EvaluationError,
                                    bootstrap_interval, by_prompt, chance_line, compare, env_metrics, evaluate, mean_interval,
                                    metrics_table, move_class, paired_difference, policy_metrics, recall_table,
                                    student_t, summarise, wilson_interval)
@@ -233,12 +233,13 @@ def test_chance_line_agrees_with_a_random_player():
             moves = rng.sample(legal, min(5, len(legal)))
             texts.append(policy_text(' '.join(moves), ' '.join('0.0' for _ in moves), rng.choice(legal)))
     table, chance = metrics_table(samples, texts), chance_line(samples)['P']
-    assert len(chance) == 5
+    lawful = {'right_count', 'legal_fraction', 'distinct_legal', 'best_legal'}
+    assert len(chance) == 9 and (chance[[*lawful]] == 1).all()
     for metric, expected in chance.items():
         values = by_prompt(table, metric)
         exact = pd.Series({i: chance_line([s])['P', metric] for i, s in enumerate(samples)})
         gaps = values.to_numpy() - exact.to_numpy()
-        assert abs(gaps.mean()) < 4*gaps.std()/math.sqrt(len(gaps)), metric
+        assert (gaps == 0).all() if metric in lawful else abs(gaps.mean()) < 4*gaps.std()/math.sqrt(len(gaps)), metric
         assert exact.mean() == pytest.approx(expected)
 
 
@@ -426,3 +427,12 @@ def test_a_batch_counts_completions(tiny, monkeypatch):
     monkeypatch.setattr('rookworld_nb.evaluate.sample_group', record)
     for count, size in ((2, 4), (3, 2)): evaluate(*tiny, random_samples(3), 1., samples_per_prompt=count, batch_size=size)
     assert asked == [(2, 2), (1, 2), (1, 3), (1, 3), (1, 3)]
+
+
+def test_no_interval_leaves_what_a_measure_can_be():
+    near, rare = np.array([1., 1, 1, 1, .5]), np.array([0., 0, 0, 0, .3])
+    assert mean_interval(near, False)['high'] > 1 and mean_interval(near, False, bounds=(0, 1))['high'] == 1
+    assert mean_interval(rare, False)['low'] < 0 == mean_interval(rare, False, bounds=(0, math.inf))['low']
+    table = pd.DataFrame({'task': 'A', 'temperature': 0., 'prompt': range(5)} | dict.fromkeys(TASK_METRICS['A'], near))
+    assert summarise(table).loc[('A', 0., 'fen_similarity'), 'high'] == 1 < summarise(table).loc[('A', 0., 'reward'), 'high']
+    assert {metric.unit for metrics in TASK_METRICS.values() for metric in metrics.values()} == {*BOUNDS, 'share'}

@@ -281,3 +281,8 @@ def test_adaptive_control_reaches_its_band_and_stays(start, scale, power, target
     settled = controller.kl_coef
     for step in range(60, 80): controller.update(respond(), step)
     assert controller.kl_coef == settled
+
+
+@pytest.mark.parametrize('name, value', [('kl_coef', 'x'), ('kl_coef', True), ('kl_target', None), ('kl_coef_max', math.inf), ('kl_warmup_factor', math.nan)])
+def test_a_setting_that_is_no_number_is_named(name, value):
+    with pytest.raises(SettingError, match=f'{name}={value!r} must be'): KLConfig(**{name: value})

@@ -150,7 +150,7 @@ def test_a_shard_has_one_owner(quick, tmp_path):
     cut_inputs(job, [tmp_path/'in.txt'], Engine.name)
     with locked(job.place('lock', 0)) as mine:
         assert mine and not label_shard(job, 0, Engine()) and not job.place('done', 0).exists()
-    assert not label_shard(job, 0, Engine(), alone=lambda: True) and label_shard(job, 0, Engine()) and label_shard(job, 0, Engine())
+    assert not label_shard(job, 0, Engine(), orphaned=lambda: True) and label_shard(job, 0, Engine()) and label_shard(job, 0, Engine())
 
 
 def test_a_worker_whose_starter_is_gone_leaves_shards_undone(tmp_path, monkeypatch):
@@ -377,3 +377,41 @@ def test_progress_counts_the_pace_from_where_it_began(monkeypatch):
     assert progress(2) == '2 of 12'
     clock[0] += 240.
     assert [progress(3), progress(6), progress(12)] == ['3 of 12, 36 minutes to go', '6 of 12, 6 minutes to go', '12 of 12, 0 minutes to go']
+
+
+# ---- what is not this job's
+
+def test_a_file_made_meanwhile_is_not_written_over(quick, tmp_path):
+    (tmp_path/'in.txt').write_text('\n'.join(games(5)))
+    job = Labelling(str(tmp_path/'out.txt'), shards=2)
+    cut_inputs(job, [tmp_path/'in.txt'], Engine.name)    # and killed
+    assert cli.main(['label', games(1)[0], '--output', job.output]) == 2
+    assert not Path(job.output).exists()
+    Path(job.output).write_text('of somebody else\n')
+    with pytest.raises(LabelError, match='is there already; give a new file'): label_files(job, [str(tmp_path/'in.txt')])
+    assert Path(job.output).read_text() == 'of somebody else\n'
+
+
+def test_a_line_that_no_file_can_hold_is_malformed(quick, tmp_path):
+    (tmp_path/'in.txt').write_text('{"fen": "\\ud800"}\n' + '\n'.join(games(3)))
+    assert quick(Labelling(str(tmp_path/'out.txt'), shards=2), [str(tmp_path/'in.txt')])['malformed'] == 1
+
+
+def test_an_interruption_while_workers_start_ends_those_that_run(tmp_path, monkeypatch):
+    started = []
+
+    class Worker:
+        pid = None
+        def __init__(self, **_): pass
+        def is_alive(self): return False
+
+        def start(self):
+            started.append(self)
+            if len(started) == 2: raise KeyboardInterrupt
+    stopped = []
+    monkeypatch.setattr(labels, 'Stockfish', Engine)
+    monkeypatch.setattr(labels, 'get_context', lambda _: SimpleNamespace(Process=Worker))
+    monkeypatch.setattr(labels, 'stop', stopped.extend)
+    (tmp_path/'in.txt').write_text('\n'.join(games(5)))
+    with pytest.raises(KeyboardInterrupt): label_files(Labelling(str(tmp_path/'out.txt'), shards=2), [str(tmp_path/'in.txt')], 3)
+    assert len(stopped) == 3

@@ -297,3 +297,14 @@ def test_the_replay_shows_each_ply_and_the_result():
     assert 'them plays d8h4' in replay.view.value and replay.slider.max == 1 and replay.diagram(0).white_below
     replay.slider.value = 1
     assert 'after 1 plies: 0-1' in replay.view.value
+
+
+def test_a_reply_that_was_interrupted_comes_with_the_next_click():
+    class Interrupted(Scripted):
+        def think(self, board):
+            if self.moves[0] == 'Ctrl-C': raise KeyboardInterrupt(self.moves.pop(0))
+            return super().think(board)
+    game = Game(Interrupted('Ctrl-C', 'e7e5'))
+    with pytest.raises(KeyboardInterrupt): clicked(game, 'e2', 'e4')
+    assert game.board.turn == chess.BLACK
+    assert clicked(game, 'd2').board.peek().uci() == 'e7e5' and game.board.turn == chess.WHITE

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from rookworld_nb.positions import (OPENINGS, SHIPPED, DataError, development_weight, PromptMix, Sample, with_history, generate_positions, is_rare, opening_positions, outcome, random_endgame, read_lines,
                                     seen_positions, shipped, split_by_position, spread, write_lines)
 from rookworld_nb.rules import env_step, fen_key, legal_moves
-from rookworld_nb.tasks import parse_env, parse_policy
+from rookworld_nb.tasks import END_TEXT, parse_env, parse_policy
+from rookworld_nb.weights import END_TOKEN
 
 
 def pool(n_policy, n_env):
@@ -201,7 +202,8 @@ def test_what_no_policy_line_may_say():
     good = next(sample for sample in shipped('heldout') if sample.task == 'P')
     bad = good.line.replace(good.completion.split()[1], 'a1h8')
     samples, malformed = read_lines([good.line, bad, good.line + '<|endoftext|> and more'])
-    assert [sample.line for sample in samples] == [good.line]*2 and malformed == [(2, 'the move a1h8 is not legal in the position')]
+    assert [sample.line for sample in samples] == [good.line]*2
+    assert malformed == [(2, 'the move a1h8 is not legal in the position'), (3, "a prompt starts with 'P: ' or 'A: ', not 'and more'")]
     first, second = good.completion.split()[1:3]
     twice, best = good.line.replace(f' {second}', f' {first}'), good.line.rpartition('B: ')[0] + 'B: a1h8'
     assert [reason for _, reason in read_lines([twice, best])[1]] == ['a move is listed twice', 'the move a1h8 is not legal in the position']
@@ -244,3 +246,11 @@ def test_the_weights_of_random_play(fen, weights):
 def test_middle_games_have_8_to_20_plies():
     plies = {int(position.name.split()[0]) for position in generate_positions(2000, seed=1) if position.phase == 'middlegame'}
     assert plies == set(range(8, 21))
+
+
+def test_a_line_may_hold_many_documents(tmp_path):
+    assert END_TEXT == END_TOKEN
+    lines = [sample.line for sample in shipped('heldout')[::300]]
+    (tmp_path/'text.txt').write_text(END_TOKEN + END_TOKEN.join(lines[:3]) + END_TOKEN + '\r\n' + END_TOKEN.join([*lines[3:], 'nonsense']))
+    samples, malformed = read_lines(tmp_path/'text.txt')
+    assert [sample.line for sample in samples] == lines and [number for number, _ in malformed] == [2]

@@ -20,8 +20,8 @@ from rookworld_nb.corpus import HELD_SHARDS, env_sample, make_stress, policy_sam
 from rookworld_nb.model import GPT, GPTConfig
 from rookworld_nb.positions import PUZZLES, generate_positions, locked, random_play, shipped, write_lines
 from rookworld_nb.pretrain import (PROMPT_TOKENS, PretrainConfig, PretrainError, Rows, batches, board_tokenizer, completion_loss, completion_mask,
-                                   first_model, pack, prepare, pretrain, ranked, read_excluded, token_weights, train)
-from rookworld_nb.rules import Candidate, fen_key
+                                   first_model, kept_rows, pack, prepare, pretrain, ranked, read_excluded, token_weights, train)
+from rookworld_nb.rules import Candidate, EngineNotFound, fen_key
 from rookworld_nb.suites import shipped_puzzles
 from rookworld_nb.tasks import parse_policy
 from rookworld_nb.weights import load_pretrained
@@ -161,7 +161,8 @@ def test_a_full_disk_leaves_the_checkpoint_before_and_is_said(tmp_path):
     assert (tmp_path/'checkpoint.pt').read_bytes() == before and [row['step'] for row in small_run(tmp_path, save_every=1)][0] == 2
 
 
-def test_one_process_works_in_a_folder(tmp_path):
+def test_one_process_works_in_a_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(pretrain_module, 'find_stockfish', str)
     with locked(tmp_path/'.lock'), pytest.raises(PretrainError, match='another process'):
         pretrain(PretrainConfig(output_dir=str(tmp_path)))
     assert PretrainConfig(output_dir='~/here').output_dir == os.path.expanduser('~/here')
@@ -274,7 +275,8 @@ def test_the_log_of_a_killed_run_holds_each_step_once_and_says_how_long_the_rest
     rows = {'P': rows_of('P'), 'A': rows_of('A')} | {'V': pack('V', [verdict_row(fen) for fen in FENS[:12]], TOKENIZER)}
     monkeypatch.setattr(pretrain_module, 'prepare', lambda *_: (rows, {kind: part.first(4) for kind, part in rows.items()}))
     monkeypatch.setattr(pretrain_module, 'whole_shard', lambda path: [])
-    monkeypatch.setattr(pretrain_module, 'make_prompts', lambda *_: ([], []))
+    monkeypatch.setattr(pretrain_module, 'make_prompts', lambda *_, **__: ([], []))
+    monkeypatch.setattr(pretrain_module, 'find_stockfish', str)
     config = PretrainConfig(output_dir=str(tmp_path), steps=9, n_layer=1, n_head=2, n_embd=16, batch_tokens=400, save_every=3, threads=1)
     step, dies_at = pretrain_module._train_step, [5]
 
@@ -371,3 +373,38 @@ def test_bad_settings_name_their_flag(name, value):
 def test_what_cannot_be_packed_is_said(caplog):
     assert len(pack('P', [('P: x', ' M: e2e4')], TOKENIZER)) == 0 and '1 of 1 rows left out' in caplog.text
     with pytest.raises(PretrainError, match='--seed 1.5'): PretrainConfig(seed=1.5)
+
+
+def test_an_engine_that_is_not_there_is_said_before_a_folder_is_made(tmp_path):
+    with pytest.raises(EngineNotFound, match='nowhere.*--stockfish-path'):
+        pretrain(PretrainConfig(output_dir=str(tmp_path/'run'), stockfish_path='nowhere'))
+    assert not (tmp_path/'run').exists()
+
+
+def test_a_run_goes_on_with_the_positions_that_it_left_out(tmp_path):
+    file = tmp_path/'fens.txt'
+    file.write_text(FENS[0])
+    (tmp_path/'run').mkdir()
+    next(small_run(tmp_path/'run', exclude=str(file), save_every=1)), next(small_run(tmp_path/'run', exclude=str(file), save_every=1))
+    file.write_text(FENS[1])
+    with pytest.raises(PretrainError, match='--exclude .*names other positions than when the run'):
+        next(small_run(tmp_path/'run', exclude=str(file), save_every=1))
+
+
+def test_a_damaged_checkpoint_names_itself(tmp_path):
+    list(small_run(tmp_path))
+    path = tmp_path/'checkpoint.pt'
+    path.write_bytes(path.read_bytes()[:1000])
+    with pytest.raises(PretrainError, match='checkpoint.pt: damaged .*begins anew'): next(small_run(tmp_path))
+
+
+def test_damaged_rows_are_made_again(tmp_path, caplog):
+    rows = {part: {kind: rows_of('P', 3) for kind in 'PAV'} for part in ('train', 'held')}
+    pretrain_module._keep_rows(tmp_path/'rows.npz', 'this', rows)
+    kept = kept_rows(tmp_path/'rows.npz', 'this')
+    assert [len(kept[0]['A']), len(kept[1]['V'])] == [3, 3] and kept_rows(tmp_path/'rows.npz', 'that') is None
+    whole = (tmp_path/'rows.npz').read_bytes()
+    for damaged in (whole[:200], b'', whole[:-40]):
+        (tmp_path/'rows.npz').write_bytes(damaged)
+        assert kept_rows(tmp_path/'rows.npz', 'this') is None
+    assert caplog.text.count('rows.npz: damaged') == 3

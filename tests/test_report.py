@@ -17,7 +17,7 @@ from rookworld_nb import report as module
 from rookworld_nb.monitor import MetricError, overall, simulated_run
 from rookworld_nb.records import RunWriter, metric_rows, plain
 from rookworld_nb.report import (ReportError, bin_edges, changed_settings, command_line, comparison, default_words, ending, findings, first_update,
-                                 number, pick_samples, plot_distributions, plot_lights, plot_looks, ranges, read_run, report)
+                                 number, pick_samples, plot_distributions, plot_lights, plot_looks, plot_task, ranges, read_run, report)
 from rookworld_nb.config import SMALL, TrainConfig
 from rookworld_nb.flags import flags_of, parser_of, read_settings
 from rookworld_nb.run import write_events
@@ -489,3 +489,18 @@ def test_what_was_done_by_hand_is_listed(tmp_path):
     assert 'steered by hand, and the command repeats it without that' in text and 'gives the same numbers' not in text
     assert 'By hand' in text and '0.02 → 0.1' in text and '2025-06-15 15:06 UTC' in text and 'alert(1)' in text
     assert 'script' not in page.tags
+
+
+def test_a_reward_of_ones_own_is_in_view():
+    table = pd.DataFrame(simulated_run(8)).assign(**{'task_P/reward': np.linspace(2, 9, 8)})
+    reward, *others = plot_task(table, 'P').axes
+    assert reward.get_ylim()[1] > 9 and all(axes.get_ylim() == (-.02, 1.08) for axes in others)
+
+
+@pytest.mark.parametrize('ends, judged', [({'clip_range': .1}, False), ({'clip_range': .2, 'clip_range_high': .13}, False), ({'clip_range': .2}, True)])
+def test_what_rounding_may_clip_is_no_failed_start(tmp_path, ends, judged):
+    config = {'bf16': True, 'temperature': .5} | ends
+    row = next(simulated_run(1)) | {'ratio_max': 1.12, 'kl': 1e-4, 'clip_ratio/region_mean': .001}
+    with RunWriter(tmp_path/'run', config) as writer: writer.log(row)
+    found = {name: passed for name, *_, passed in first_update(read_run(tmp_path/'run'))}
+    assert ('clip_ratio/region_mean' in found) == judged and found['ratio_max'] and found['kl']

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from rookworld_nb.positions import shipped
-from rookworld_nb.rewards import (BadTarget, EngineSilent, Judged, MissingTarget, PolicyTruth, RewardConfig, RewardConfigError, RewardScorer,
-                                  RunningNorm, Scaling, Shaping, blend_shares, engine_questions, env_scores, evals_score, candidates_score,
+from rookworld_nb.rewards import (BadScores, BadTarget, EngineSilent, Judged, MissingTarget, PolicyTruth, RewardConfig, RewardConfigError, RewardScorer,
+                                  RunningNorm, Scaling, Scores, Shaping, blend_shares, engine_questions, env_scores, evals_score, candidates_score,
                                   judge_policy, scale_score, shape_reward, stored_truth)
 from rookworld_nb.rules import Candidate, EngineError, EngineNotFound, Stockfish, env_step, find_stockfish, legal_moves
 from rookworld_nb.tasks import PolicyAnswer, env_prompt, format_env, format_policy, parse_env, parse_policy, policy_prompt, split_line
@@ -607,3 +607,21 @@ def test_the_borders_of_the_steps(shaping, raw, reward):
 def test_the_curves_go_through_their_points():
     assert scale_score(.25, 'sigmoid') == pytest.approx(.5 - .5*math.tanh(1.25)/math.tanh(2.5)) and scale_score(.5, 'quadratic') == .25
     assert scale_score(.5, 'exponential') == pytest.approx((math.exp(1.5) - 1)/(math.exp(3) - 1)) and scale_score(.3, 'linear') == .3
+
+
+@pytest.mark.parametrize('target', [TARGET.replace('f1b5', 'F1B5'), TARGET.replace('0.28', '+0.28', 1), 'garbage' + TARGET, TARGET.rpartition(' B:')[0],
+                                    format_policy('8/8/8/8/8/4k3/8/K6R w - - 0 1', ['h1h2'], [1.]), format_policy(FEN, MOVES, EVALS)])
+def test_a_target_that_is_partly_unreadable_or_of_a_position_is_refused(target):
+    with pytest.raises(BadTarget, match='must be M: 1 to 5 moves'): stored_truth(P, target)
+
+
+@pytest.mark.parametrize('rewards, columns, words', [
+    (torch.zeros(3), ('task', 'raw', 'reward'), r'\(3,\) rewards for a table of 2 rows'), ([1., 2.], ('task', 'reward'), 'lacks raw; it has task, reward'),
+    (torch.zeros(2, 1), ('task', 'raw', 'reward'), r'\(2, 1\) rewards')])
+def test_scores_of_ones_own_that_do_not_fit_say_so(rewards, columns, words):
+    with pytest.raises(BadScores, match=words): Scores(rewards, pd.DataFrame({name: [0, 1] for name in columns}))
+
+
+def test_scores_may_be_whole_numbers():
+    scores = Scores([0, 1], pd.DataFrame({'task': 'P', 'raw': [0., 1.], 'reward': [0., 1.]}))
+    assert scores.rewards.dtype == torch.float32 and scores.rewards.tolist() == [0, 1]

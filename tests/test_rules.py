@@ -716,3 +716,19 @@ def test_a_killed_engine_comes_back():
         first = engine.analyse(START)
         engine._process._popen.kill()
         assert engine.analyse(START) == first and engine.restarts == 1
+
+
+def test_an_engine_in_this_folder_is_found_and_one_that_may_not_run_is_said(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    engine = tmp_path/'my-stockfish'
+    engine.write_text('#!/bin/sh\n')
+    with pytest.raises(EngineNotFound, match=r"'my-stockfish' may not be executed \(chmod \+x\)"): find_stockfish('my-stockfish')
+    engine.chmod(0o755)
+    assert find_stockfish('my-stockfish') == str(engine)
+
+
+def test_a_damaged_answer_in_the_cache_is_named(tmp_path):
+    cache = AnalysisCache(tmp_path/'cache.db')
+    for damaged in ('{torn', '3', '[[1]]'):
+        cache._execute('INSERT OR REPLACE INTO analysis VALUES (?, ?)', ('key', damaged))
+        with pytest.raises(CacheError, match="cache.db.*damaged at 'key'"): cache.get('key')

@@ -677,7 +677,8 @@ def test_a_run_that_nobody_touched_has_no_events(finished, tmp_path):
     (tmp_path/'events.jsonl').write_text('{"step": 1}\n{torn')
     with pytest.raises(RunError, match='events.jsonl, line 1: no record of something done by hand'): read_events(tmp_path)
     good = '{"step": 1, "time": 2.5, "event": "stop"}\n'
-    for bad in ('{torn', '3', '[]', '{}', '{"step": "1", "time": 2.5, "event": "stop"}', '{"step": 1, "time": 2.5, "event": "kl_coef", "before": 0.1, "value": null}'):
+    for bad in ('{torn', '3', '[]', '{}', '{"step": "1", "time": 2.5, "event": "stop"}', '{"step": 1, "time": 2.5, "event": "kl_coef", "before": 0.1, "value": null}',
+                '{"step": 1, "time": 2.5, "event": "kl_coef", "value": 0.1}'):
         (tmp_path/'events.jsonl').write_text(good + bad)
         with pytest.raises(RunError, match='events.jsonl, line 2'): read_events(tmp_path)
     (tmp_path/'events.jsonl').write_text(2*good)

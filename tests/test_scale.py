@@ -552,3 +552,28 @@ def test_the_database_lies_in_the_folder_whatever_its_name(tmp_path, name):
     search = Search({'output_dir': str(tmp_path/name)}, ('lr=1e-5|1e-4',))
     open_study(search)
     assert (tmp_path/name/'study.db').stat().st_size and [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def test_the_folder_of_a_study_is_made_wherever_its_database_is(tmp_path, monkeypatch):
+    monkeypatch.setattr(scale, 'run_trial', lambda *_: verdict_of(.1, .01, 1000))
+    search = Search({'output_dir': str(tmp_path/'not'/'there')}, ('lr=1e-5|1e-4',), storage=f'sqlite:///{tmp_path}/my.db')
+    *_, table = run_search(search)
+    assert table['outcome'].tolist() == ['success']*2
+    (tmp_path/'file').write_text('')
+    with pytest.raises(RunError, match='--output-dir .*cannot be made'): open_study(Search({'output_dir': str(tmp_path/'file'/'x')}, ('lr=1e-5',)))
+
+
+def test_a_folder_that_takes_no_file_kills_no_worker(stubbed, monkeypatch):
+    search, study = stubbed
+    monkeypatch.setattr(scale, 'run_trial', lambda *_: verdict_of(.1, .01, 1000))
+    touch = Path.touch
+    def full(path, **how):
+        if path.parent.name == 'taken': raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        touch(path, **how)
+    with monkeypatch.context() as short:
+        short.setattr(Path, 'touch', full)
+        for _ in range(scale.TRIES + 1):
+            with pytest.raises(SearchError, match='No space left.*once there is room'):
+                for _ in run_search(search): pass
+    *_, table = run_search(search)
+    assert table['outcome'].tolist() == ['success']*3

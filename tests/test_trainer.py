@@ -4,6 +4,7 @@ import gc
 import itertools
 import json
 import math
+import re
 from dataclasses import replace
 
 import pytest
@@ -1170,3 +1171,33 @@ def test_what_was_learned_from_is_let_go(model, replays):
         gc.collect()
         alive.append(sum(type(each) is Experience for each in gc.get_objects()))
     assert len(alive) == 12*replays and max(alive[4:]) <= max(alive[:4])    # memory stays flat
+
+
+@pytest.mark.parametrize('name, value', [('lr', 'x'), ('lr', math.inf), ('betas', .9), ('betas', (.9, 'x')), ('clip_low', None), ('entropy_coef', math.nan),
+                                         ('kl_tail_threshold', 'x'), ('gamma', 2)])
+def test_a_setting_that_is_no_number_is_named(name, value):
+    with pytest.raises(SettingError, match=re.escape(f'{name}={value!r} must be')): TrainerConfig(**{name: value})
+
+
+def test_a_recovery_does_not_loosen_the_leash(model):
+    "The first KL after it is that of the good state, 0 here, and says nothing about the steps."
+    settings = config(steps=5, lr=.1, kl_divergence_threshold=.5, max_recoveries=9, lr_schedule='constant',
+                      kl=KLConfig(kl_coef=.02, kl_control='adaptive'))
+    trainer = Trainer(model, settings)
+    rows = list(trainer.run(collector(model)))
+    assert [row['kl'] > .5 for row in rows] == [False, True, False, True, False] and all(abs(row['kl']) < 1e-6 for row in rows[::2])
+    assert trainer.kl.kl_coef == .02 and trainer.health.recoveries == 2
+
+
+def test_more_steps_are_a_new_try_with_tries_of_its_own(model):
+    settings = config(steps=30, lr=.1, kl_divergence_threshold=.3, max_recoveries=2, lr_schedule='constant')
+    first = Trainer(model, settings)
+    list(first.run(replay(collector(model), 2)))
+    assert first.diverged and first.health.recoveries == 2
+    state = trainer_state(first)
+    same, again = (Trainer(model, replace(settings, steps=steps)) for steps in (30, 60))
+    for trainer in (same, again): restore_trainer(trainer, state)
+    assert same.diverged and same.health.lr_scale == .25
+    assert not again.diverged and again.health.lr_scale == .125
+    rows = list(again.run(replay(collector(model), 2)))
+    assert rows[0]['learning_rate'] == pytest.approx(.1/8) and (again.health.recoveries > 2 or not again.diverged)

@@ -1,5 +1,7 @@
 """Model folders: ours and transformers', in both directions; hub ids; tokenizers; and files that somebody damaged."""
+import errno
 import json
+import os
 import shutil
 import stat
 import subprocess
@@ -643,3 +645,17 @@ def test_what_a_type_cannot_hold_is_not_written(tmp_path):
     with pytest.raises(ModelFileError, match='h.0.mlp.c_fc.weight holds NaN or infinity as torch.float16'): save_pretrained(model, tokenizer, tmp_path/'half', torch.float16)
     assert not any(tmp_path.iterdir())
     save_pretrained(model, tokenizer, tmp_path/'half', torch.bfloat16)
+
+
+def test_a_model_is_saved_into_a_folder_on_another_disk(tmp_path, monkeypatch):
+    model, tokenizer = load_pretrained('nano')
+    disk, target = os.replace, tmp_path/'mounted'
+    target.mkdir()
+
+    def across(source, place):
+        if not Path(source).is_relative_to(target): raise OSError(errno.EXDEV, 'Invalid cross-device link')
+        disk(source, place)
+    monkeypatch.setattr(os, 'replace', across)
+    save_pretrained(model, tokenizer, target)
+    assert torch.equal(load_pretrained(target)[0].wte.weight, model.wte.weight)
+    assert not [path for path in tmp_path.rglob('*') if 'partial' in path.name]
