@@ -329,7 +329,7 @@ def label(
     if output: check_output(output)
     wanted = positions_of(input_lines(fens, 'FENs'))
     with StockfishPool(processes, path=stockfish_path, nodes=nodes) as pool, ExitStack() as stack:
-        logger.info('Engine: %s, %d nodes a position', pool.name, nodes)    # one that does not answer is found out here
+        logger.info('Engine: %s, %d nodes a position', pool.engines[0].name, nodes)    # finds out whether it answers
         if output and not stack.enter_context(locked(output)):
             raise UsageError(f'--output {output}: another command is at work on it')
         done = positions_in(output) if output else set()

@@ -319,7 +319,7 @@ class Picture(Figure):
         with rc_context(STYLE): return list(self.subplots(rows, columns, squeeze=False, sharey=sharey).flat)
 
     def _repr_png_(self) -> bytes:
-        """The picture as PNG bytes in 256 colours: less than half of the usual size, and hardly a difference to the eye."""
+        """The picture as PNG bytes in 256 colours: less than half the usual size, hardly a difference to the eye."""
         with rc_context(STYLE): self.canvas.draw()
         pixels = Image.frombytes('RGBA', self.canvas.get_width_height(), self.canvas.buffer_rgba().tobytes())
         buffer = BytesIO()

@@ -382,11 +382,6 @@ class StockfishPool(_Closing):
         for engine in self.engines: self._free.put(engine)
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix='stockfish')
 
-    @property
-    def name(self) -> str:
-        "As of one engine, which is started for it."
-        return self.engines[0].name
-
     def analyse(self,
         fen: str,                # FEN of a possible position
     ) -> tuple[Candidate, ...]:  # as Stockfish.analyse

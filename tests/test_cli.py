@@ -11,6 +11,7 @@ import subprocess
 import sys
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from types import NoneType
 from typing import Literal, get_args, get_origin
 
@@ -580,7 +581,7 @@ def test_score_asks_no_engine_before_every_row_is_good(row, words, call, cwd, mo
 
 class Engines:
     """Stands in for a pool of engines: the first five legal moves, each a pawn worse."""
-    asked, name = 0, 'Engines'
+    asked, engines = 0, [SimpleNamespace(name='Engines')]
 
     def __init__(self, workers: int, **options) -> None:
         self.options = options
@@ -957,7 +958,7 @@ def test_label_ends_where_the_engine_answers_nothing(count, call, fens, cwd, mon
 def test_label_finds_out_first_whether_there_is_an_engine(call, fens, cwd, monkeypatch):
     class Silent(Engines):
         @property
-        def name(self): raise EngineError('it does not answer')
+        def engines(self): raise EngineError('it does not answer')
     monkeypatch.setattr('rookworld_nb.rules.StockfishPool', Silent)
     code, _, errors = call('label', '--output', 'out.txt', *fens)
     assert code == 2 and 'it does not answer' in errors and not (cwd/'out.txt').exists() and Engines.asked == 0
