@@ -159,8 +159,8 @@ def find_stockfish(
     if path is not None:
         file = os.path.expanduser(path)
         if found := shutil.which(file) or shutil.which(os.path.abspath(file)): return found    # a file here, too
-        why = f"{str(path)!r} may not be executed (chmod +x)" if os.path.isfile(file) else f"no executable at {str(path)!r}"
-        raise EngineNotFound(f"{why}; {_REMEDY}")
+        why = 'a file that may not be executed (chmod +x)' if os.path.isfile(file) else 'no executable'
+        raise EngineNotFound(f"{why} at {str(path)!r}; {_REMEDY}")
     for place in ('stockfish', '/usr/games/stockfish', '/usr/local/bin/stockfish', '/opt/homebrew/bin/stockfish'):
         if found := shutil.which(place): return found
     raise EngineNotFound(f"Stockfish was not found on $PATH; {_REMEDY}")

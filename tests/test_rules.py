@@ -722,7 +722,7 @@ def test_an_engine_in_this_folder_is_found_and_one_that_may_not_run_is_said(tmp_
     monkeypatch.chdir(tmp_path)
     engine = tmp_path/'my-stockfish'
     engine.write_text('#!/bin/sh\n')
-    with pytest.raises(EngineNotFound, match=r"'my-stockfish' may not be executed \(chmod \+x\)"): find_stockfish('my-stockfish')
+    with pytest.raises(EngineNotFound, match=r"a file that may not be executed \(chmod \+x\) at 'my-stockfish'"): find_stockfish('my-stockfish')
     engine.chmod(0o755)
     assert find_stockfish('my-stockfish') == str(engine)
 
