@@ -504,7 +504,7 @@ class Health:
     "What went wrong in a run, how much of it lately, and what the guards remember; plain numbers."
     skipped: int = 0           # updates left out so far
     recoveries: int = 0        # returns to the last good state
-    before: int = 0            # of these, the ones of tries that ended in divergence
+    spent: int = 0             # of these, those of tries that ended in divergence
     skipped_at: list[int] = field(default_factory=list)    # steps of the latest of these
     recovered_at: list[int] = field(default_factory=list)  # likewise
     in_a_row: int = 0          # updates left out, without one that was taken in between
@@ -688,7 +688,7 @@ def recover(
     health, most = trainer.health, trainer.config.max_recoveries
     trainer.load_weights(trainer.good)
     trainer.proposed = False
-    if (tried := health.recoveries - health.before) >= most:
+    if (tried := health.recoveries - health.spent) >= most:
         tries = f' after {tried} recoveries' if tried else ''
         trainer.stop_reason = (f'diverged at step {trainer.step}{tries}: {trainer.failure}; the weights are those of '
                                'the last good state')
@@ -724,7 +724,7 @@ def restore_trainer(
     if trainer.config.steps <= planned and (diverged or trainer.step >= planned):
         trainer.diverged, trainer.stop_reason = diverged, state['stop_reason']
     elif diverged:    # more steps are a new try, at half the rate that failed
-        trainer.health.before, trainer.health.lr_scale = trainer.health.recoveries, trainer.health.lr_scale/2
+        trainer.health.spent, trainer.health.lr_scale = trainer.health.recoveries, trainer.health.lr_scale/2
 
 # %% ../nbs/19_trainer.ipynb #c674ff7f
 class Trainer(Learner):
