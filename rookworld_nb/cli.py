@@ -322,7 +322,8 @@ def label(
     from rookworld_nb.rules import PATIENCE, StockfishPool
     if input and (fens or not output): raise UsageError('--input: needs --output, a new file; no positions beside it')
     if input:
-        job = Labelling(str(output), Labelling.shards if shards is None else shards, nodes, seed, padded, stockfish_path)
+        pieces = Labelling.shards if shards is None else shards
+        job = Labelling(str(output), pieces, nodes, seed, padded, stockfish_path)
         return emit(json.dumps(label_files(job, input, processes)))
     if shards is not None: raise UsageError(f'--shards {shards}: only with --input')
     at_least_one(processes=processes)
