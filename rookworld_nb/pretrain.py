@@ -6,8 +6,8 @@
 __all__ = ['EMPTY', 'SQUARES', 'PROMOTIONS', 'CASTLING', 'HEADS', 'TOKEN_PATTERN', 'PROMPT_TOKENS', 'logger', 'BOARD_TOKENS',
            'PROMPT_BOARD', 'PROMPT_MOVE', 'COUNTS', 'ENV_DIVISOR', 'PROBE_WEIGHT', 'board_tokenizer', 'ranked', 'Rows',
            'pack', 'PretrainError', 'batches', 'token_weights', 'completion_loss', 'completion_mask', 'board_init_',
-           'check_pretrain', 'PretrainConfig', 'batch_kinds', 'learning_rate', 'first_model', 'train', 'validate',
-           'read_excluded', 'fingerprint_of', 'kept_rows', 'prepare', 'pretrain']
+           'check_pretrain', 'PretrainConfig', 'read_excluded', 'fingerprint_of', 'kept_rows', 'batch_kinds',
+           'learning_rate', 'first_model', 'train', 'validate', 'prepare', 'pretrain']
 
 # %% ../nbs/16_pretrain.ipynb #2896c040
 import hashlib
@@ -316,6 +316,47 @@ class PretrainConfig:
         object.__setattr__(self, 'output_dir', os.path.expanduser(self.output_dir))
         check_pretrain(self)
 
+# %% ../nbs/16_pretrain.ipynb #8926c72e
+def read_excluded(
+    path: str | None,  # of a file with a FEN a line
+) -> list[str]:        # their `fen_key`
+    "Positions that must not be learned from."
+    keys = []
+    try:
+        lines = Path(os.path.expanduser(path)).read_text(encoding='utf-8-sig').splitlines() if path else []
+    except (OSError, UnicodeDecodeError) as error:
+        raise PretrainError(f'--exclude {path}: {getattr(error, "strerror", None) or "not a text file"}') from None
+    for number, line in enumerate(lines, 1):
+        position = ' '.join(line.split()[:4])    # of a FEN or of an EPD
+        if position and not is_fen(f'{position} 0 1', strict=True):
+            raise PretrainError(f'--exclude {path}, line {number}: not a FEN: {line[:80]!r}')
+        keys += [fen_key(position)] if position else []
+    return keys
+
+# %% ../nbs/16_pretrain.ipynb #5d11bc7b
+def fingerprint_of(
+    config: PretrainConfig,  # what to do
+) -> str:  # equal where the rows are
+    "What the rows are made of, the positions to leave out among it."
+    facts = ['PAV', config.shards, config.policy_shard, config.env_shard, config.nodes, config.mate_share,
+             config.best_first, config.seed, sorted(read_excluded(config.exclude)), sorted(shipped_positions())]
+    return hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest()
+
+
+def kept_rows(
+    cache: Path,   # of `prepare`
+    made_of: str,  # what the rows must be made of
+) -> tuple[dict[str, Rows], dict[str, Rows]] | None:  # None where they have to be made
+    "Rows that were made before."
+    if not cache.exists(): return None
+    try:
+        with np.load(cache) as stored:
+            return None if str(stored['made_of']) != made_of else tuple(
+                {kind: Rows(kind, stored[f'{part} {kind} ids'], stored[f'{part} {kind} offsets']) for kind in 'PAV'}
+                for part in ('train', 'held'))
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+        logger.warning('%s: damaged (%s), and made again', cache, error)
+
 # %% ../nbs/16_pretrain.ipynb #51169044
 def batch_kinds(
     config: PretrainConfig,  # shares, steps, seed
@@ -516,47 +557,6 @@ def validate(
         figures |= {f'heldout/{kind}/loss': total/tokens, f'heldout/{kind}/right': right/tokens,
                     f'heldout/{kind}/all_right': rows_right/len(held)}
     return figures
-
-# %% ../nbs/16_pretrain.ipynb #8926c72e
-def read_excluded(
-    path: str | None,  # of a file with a FEN a line
-) -> list[str]:        # their `fen_key`
-    "Positions that must not be learned from."
-    keys = []
-    try:
-        lines = Path(os.path.expanduser(path)).read_text(encoding='utf-8-sig').splitlines() if path else []
-    except (OSError, UnicodeDecodeError) as error:
-        raise PretrainError(f'--exclude {path}: {getattr(error, "strerror", None) or "not a text file"}') from None
-    for number, line in enumerate(lines, 1):
-        position = ' '.join(line.split()[:4])    # of a FEN or of an EPD
-        if position and not is_fen(f'{position} 0 1', strict=True):
-            raise PretrainError(f'--exclude {path}, line {number}: not a FEN: {line[:80]!r}')
-        keys += [fen_key(position)] if position else []
-    return keys
-
-# %% ../nbs/16_pretrain.ipynb #5d11bc7b
-def fingerprint_of(
-    config: PretrainConfig,  # what to do
-) -> str:  # equal where the rows are
-    "What the rows are made of, the positions to leave out among it."
-    facts = ['PAV', config.shards, config.policy_shard, config.env_shard, config.nodes, config.mate_share,
-             config.best_first, config.seed, sorted(read_excluded(config.exclude)), sorted(shipped_positions())]
-    return hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest()
-
-
-def kept_rows(
-    cache: Path,   # of `prepare`
-    made_of: str,  # what the rows must be made of
-) -> tuple[dict[str, Rows], dict[str, Rows]] | None:  # None where they have to be made
-    "Rows that were made before."
-    if not cache.exists(): return None
-    try:
-        with np.load(cache) as stored:
-            return None if str(stored['made_of']) != made_of else tuple(
-                {kind: Rows(kind, stored[f'{part} {kind} ids'], stored[f'{part} {kind} offsets']) for kind in 'PAV'}
-                for part in ('train', 'held'))
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
-        logger.warning('%s: damaged (%s), and made again', cache, error)
 
 # %% ../nbs/16_pretrain.ipynb #8c9cabfd
 def _keep_rows(cache: Path, made_of: str, parts: dict[str, dict[str, Rows]]) -> None:
