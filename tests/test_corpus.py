@@ -185,7 +185,7 @@ def test_no_maker_of_data_outlives_its_command(tmp_path):
 
 def test_prompts_show_no_position_of_the_evaluation(tmp_path, monkeypatch):
     class Engine:
-        def __init__(self, nodes=0): self.nodes = nodes
+        def __init__(self, path=None, nodes=0): self.nodes = nodes
         def __enter__(self): return self
         def __exit__(self, *_): pass
         def analyse(self, fen): return tuple(Candidate(uci, self.nodes/10_000) for uci in sorted(legal_moves(fen))[:5])
@@ -260,7 +260,7 @@ def test_env_shards_are_reproducible_and_kept(tmp_path, caplog):
 
 
 def test_shards_of_other_settings_are_refused(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr('rookworld_nb.corpus.Stockfish', lambda nodes: nullcontext(SimpleNamespace(name='Stockfish 2')))
+    monkeypatch.setattr('rookworld_nb.corpus.Stockfish', lambda path, nodes: nullcontext(SimpleNamespace(name='Stockfish 2')))
     policy = [sample for sample in shipped('train') if sample.task == 'P'][:20]
     write_lines(policy, tmp_path/'policy-0000.txt')     # made before settings were kept
     make = lambda **changes: make_policy_data(tmp_path, **{'n_shards': 1, 'size': 20, 'nodes': 50, 'processes': 1} | changes)
