@@ -177,12 +177,11 @@ def metric_for(
 
 
 def range_text(
-    metric: Metric,         # one with or without a healthy range
-    name: str = 'healthy',  # of the range: healthy or watch
-) -> str:                   # '≤ 0.15', '≥ 0.9', '0.1 to 3', or '' without a range
-    """A range as a reader wants it: an edge that cannot be crossed is left out."""
-    if (edges := getattr(metric, name)) is None: return ''
-    low, high = edges
+    metric: Metric,  # one with or without a healthy range
+) -> str:            # '≤ 0.15', '≥ 0.9', '0.1 to 3', or '' without a range
+    """The healthy range as a reader wants it: an edge that cannot be crossed is left out."""
+    if metric.healthy is None: return ''
+    low, high = metric.healthy
     if low == high: return f'{low:g}'
     if math.isinf(high) or (metric.unit == 'share' and high == 1): return f'≥ {low:g}'
     return f'≤ {high:g}' if low == 0 and metric.unit != 'reward' else f'{low:g} to {high:g}'

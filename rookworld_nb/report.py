@@ -8,10 +8,10 @@ __all__ = ['NUMERIC', 'LOWER_IS_BETTER', 'SIGNIFICANT', 'KEYS', 'NUMBERS', 'TASK
            'read_run', 'ending', 'Html', 'element', 'table_of', 'number', 'rank', 'temperature_name', 'comparison',
            'is_shown', 'plot_differences', 'plot_bands', 'plot_task', 'plot_looks', 'bin_edges', 'draw_histograms',
            'plot_distributions', 'Finding', 'findings', 'ranges', 'plot_lights', 'pick_samples', 'sample_card',
-           'samples_of', 'identity_tolerance', 'narrowest_clip', 'first_update', 'changed_settings', 'command_line',
-           'png_of', 'draw', 'figure_of', 'section', 'clock_text', 'dot', 'events_section', 'facts', 'heading',
-           'change_row', 'changes_section', 'course_section', 'lights_section', 'start_section', 'samples_section',
-           'default_words', 'settings_section', 'page', 'report']
+           'samples_of', 'start_limits', 'first_update', 'changed_settings', 'command_line', 'png_of', 'draw',
+           'figure_of', 'section', 'clock_text', 'dot', 'events_section', 'facts', 'heading', 'change_row',
+           'changes_section', 'course_section', 'lights_section', 'start_section', 'samples_section', 'default_words',
+           'settings_section', 'page', 'report']
 
 # %% ../nbs/32_report.ipynb #1172b65e
 import base64
@@ -501,23 +501,16 @@ def samples_of(
 KL_ROUNDING = 1e-5  # nats per token
 
 
-def identity_tolerance(
+def start_limits(
     config: Mapping[str, Any],  # config.json; what it lacks has its default
-) -> float:  # largest |ratio - 1| before the first update
-    "The limit of the start-up check, which depends on precision and temperature of the run."
-    precision = {name: config[name] for name in ('bf16', 'matmul_precision', 'temperature') if name in config}
+) -> tuple[float, float]:  # largest |ratio - 1| before the first update, and the one from which on it is clipped
+    "The limit of the start-up check, which depends on precision and temperature of the run, and that of the clip."
+    names = ('bf16', 'matmul_precision', 'temperature', 'clip_range', 'clip_range_high')
     try:
-        return TrainConfig(**precision).for_size(SMALL).trainer.identity_tolerance
+        trainer = TrainConfig(**{name: config[name] for name in names if name in config}).for_size(SMALL).trainer
     except ValueError as error:
         raise ReportError(f'config.json: {error}') from None
-
-
-def narrowest_clip(
-    config: Mapping[str, Any],  # config.json; what it lacks has its default
-) -> float:  # how far a ratio may be from 1 until it is clipped
-    "The nearer of the two ends of the clip."
-    ends = config.get('clip_range', TrainConfig.clip_range), config.get('clip_range_high')
-    return min(end for end in ends if end is not None)
+    return trainer.identity_tolerance, min(trainer.clip_low, trainer.clip_high)
 
 
 def first_update(
@@ -527,9 +520,9 @@ def first_update(
     row = next((row for row in run.rows if row['step'] == row.get('skipped_updates', 0) + 1), None)
     if row is None:
         return None
-    room = identity_tolerance(run.config)
+    room, clip = start_limits(run.config)
     wanted = {'ratio_max': (1., room), 'clip_ratio/region_mean': (0., 0.), 'kl': (0., room**2/2 + KL_ROUNDING)}
-    if room >= narrowest_clip(run.config): del wanted['clip_ratio/region_mean']    # what rounds may be clipped
+    if room >= clip: del wanted['clip_ratio/region_mean']    # what rounds may be clipped
     return [(name, row[name], target, room, abs(row[name] - target) <= room) for name, (target, room) in wanted.items()
             if name in row]
 
