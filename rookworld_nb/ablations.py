@@ -229,17 +229,18 @@ def run_study(
         leaving.enter_context(alone_in(folder))
         todo, threads = planned_runs(folder, studies, seeds), max(1, torch.get_num_threads()//workers)
         yield read_results(folder)
-        stop = (context := get_context('spawn')).Event()
-        pool = leaving.enter_context(ProcessPoolExecutor(workers, context, hear, (stop,), max_tasks_per_child=1))
-        leaving.callback(stop.set)
-        left, jobs = [*todo.items()][::-1], {}
+        stop, left, jobs = (context := get_context('spawn')).Event(), [*todo.items()][::-1], {}
+        leaving.callback(lambda: [pool.shutdown() for _, pool in jobs.values()])
+        leaving.callback(stop.set)    # before that
         while left or jobs:
-            while left and len(jobs) < workers:    # not more: what waits inside the pool could not be taken back
+            while left and len(jobs) < workers:    # a process for each run, and none that waits for one that does not come
                 (cell, seed), config = left.pop()
+                pool = ProcessPoolExecutor(1, context, hear, (stop,))
                 job = pool.submit(run_cell, run_place(folder, cell, seed), cell, config, threads)
-                jobs[job] = f'{cell!r} with seed {seed}'
+                jobs[job] = f'{cell!r} with seed {seed}', pool
             for job in wait(jobs, return_when=FIRST_COMPLETED).done:
-                name = jobs.pop(job)
+                name, pool = jobs.pop(job)
+                pool.shutdown()
                 if error := job.exception():
                     error.add_note(f'in the run {name}')    # and stays what it is: the user's mistake or ours
                     raise error

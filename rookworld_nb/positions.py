@@ -17,7 +17,7 @@ import math
 import os
 import random
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
@@ -192,7 +192,7 @@ def split_by_position(
 # %% ../nbs/04_positions.ipynb #6ead3a02
 def apart_from(
     samples: Iterable[Sample],  # P: and A: samples
-    taken: set[str],            # fen_key of positions
+    taken: Set[str],            # fen_key of positions
 ) -> list[Sample]:  # in their order
     "The samples that show none of these positions, in the prompt or in the answer."
     return [sample for sample in samples if not seen_positions([sample]) & taken]
@@ -201,15 +201,16 @@ def apart_from(
 PUZZLES = ('mates', 'tactics')  # suites of puzzles that come with the package, a position a line
 
 
+@cache
 def shipped_positions(
     *names: str,  # of `SHIPPED`; none: all
-) -> set[str]:  # fen_key of every position of these samples and of the puzzles
+) -> frozenset[str]:  # fen_key of every position of these samples and of the puzzles
     "What a model of this package is judged on, or trained on later: pre-training leaves out all of it."
     fens = []
     for name in PUZZLES:
         with text_file(files('rookworld_nb')/'assets'/f'{name}.txt.gz') as puzzles:
             fens += [' '.join(line.split()[:4]) + ' 0 1' for line in puzzles]
-    return {*map(fen_key, fens)} | seen_positions(sample for name in names or SHIPPED for sample in shipped(name))
+    return frozenset(map(fen_key, fens)) | seen_positions(sample for name in names or SHIPPED for sample in shipped(name))
 
 # %% ../nbs/04_positions.ipynb #f9e1de59
 #: Named openings in standard algebraic notation, one line of play each.

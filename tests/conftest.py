@@ -1,5 +1,6 @@
 """What several files of tests share. Properties are tried on the same examples in every run, so that a red light means a change;
 `pytest --hypothesis-profile=varied` looks for new ones."""
+import gc
 import os
 
 import pytest
@@ -22,10 +23,19 @@ def lines(tmp_path_factory) -> str:
 
 
 @pytest.fixture(autouse=True)
-def level_of_float32():
-    "A run sets the level of float32 products for its process, on some machines to another than torch's own: not for the next test."
+def settings_of_the_process():
+    "A run sets the level of float32 products for its process, on some machines to another than torch's own, a pre-training its threads: not for the next test."
+    threads = torch.get_num_threads()
     yield
     torch.set_float32_matmul_precision('highest')
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True, scope='module')
+def little_to_collect():
+    "What collects garbage on purpose, as a search for a batch does, looks at what is new: not at the millions of objects of modules and data."
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

@@ -55,8 +55,8 @@ def train(name: str, ranks: Ranks) -> dict:
         seen.append(torch.cat([p.grad.flatten() for p in plain]).clone())
         step(optimizer, rate)
     trainer_module.take_step = recording
-    rows = list(learner.run(RolloutBuffer(collector, BufferConfig(**{'replays': 2} | keep))))
-    trainer_module.take_step = step
+    try: rows = list(learner.run(RolloutBuffer(collector, BufferConfig(**{'replays': 2} | keep))))
+    finally: trainer_module.take_step = step
     flat = torch.cat([p.detach().flatten() for p in plain])
     return {'rows': rows, 'gradients': seen, 'weights': flat, 'stop': learner.stop_reason, 'averages': dict(collector.tracker.averages),
             'digest': hashlib.sha256(flat.numpy().tobytes()).hexdigest()}

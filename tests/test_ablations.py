@@ -26,7 +26,7 @@ from rookworld_nb.rewards import RewardScorer, Shaping
 from rookworld_nb.run import Run, resumed_config
 from rookworld_nb.weights import ModelNameError
 
-TINY = {'steps': 2, 'batch_positions': 2, 'group_size': 2, 'max_new_tokens': 16, 'eval_policy': 2, 'eval_env': 2, 'eval_samples': 1, 'save_every': 1}
+TINY = {'steps': 2, 'batch_positions': 2, 'group_size': 2, 'max_new_tokens': 16, 'eval_policy': 2, 'eval_env': 2, 'eval_samples': 1}
 TEMPERATURES = TrainConfig().for_size(SMALL).temperature, 0.
 N_ROWS = 2*sum(map(len, KEPT.values()))    # of a cell with a seed
 
@@ -115,8 +115,8 @@ def run_here(folder, cell, **changes):
 
 def test_every_run_is_examined_by_the_default_reward(tiny, tmp_path):
     "Two cells that learn nothing differ in what they are paid, and not in the results."
-    binary, ladder = ([row['value'] for row in run_here(tmp_path, shaping, lr=1e-12, reward_shaping=shaping)] for shaping in ('binary', 'ladder'))
-    untrained = [row['value'] for row in run_here(tmp_path, DEFAULT, lr=1e-12) if row['cell'] == UNTRAINED]
+    binary, ladder = ([row['value'] for row in run_here(tmp_path, shaping, lr=1e-12, steps=1, reward_shaping=shaping)] for shaping in ('binary', 'ladder'))
+    untrained = [row['value'] for row in run_here(tmp_path, DEFAULT, lr=1e-12, steps=1) if row['cell'] == UNTRAINED]
     assert binary == ladder == untrained and len(untrained) == N_ROWS
     paid = [read_completions(run_place(tmp_path, shaping, 1)/'completions'/'step-000001.csv')['reward'].tolist() for shaping in ('binary', 'ladder')]
     assert paid[0] != paid[1]
@@ -256,7 +256,8 @@ def test_one_seed_has_no_error_and_no_default_no_effect():
 
 def test_one_study_at_a_time_in_a_folder(tiny, monkeypatch, tmp_path):
     monkeypatch.setattr(ablations, 'STUDIES', {})
-    keep(tmp_path, run_here(tmp_path, DEFAULT))
+    config, = planned_runs(tmp_path, (), 1).values()
+    keep(tmp_path, [{'cell': DEFAULT, 'seed': 1, 'settings': settings_of(config), 'value': 0.}])    # nothing is left to run
     first = run_study(tmp_path, seeds=1)
     next(first)
     with pytest.raises(RunError, match='a run is going on there'): next(run_study(tmp_path, seeds=1))

@@ -7,6 +7,7 @@ import math
 import os
 import random
 import re
+import shutil
 import subprocess
 import sys
 from contextlib import contextmanager
@@ -353,9 +354,10 @@ def find_engine(path: str | None) -> str:
 
 
 def test_a_flag_of_several_values_may_come_several_times(call):
-    _, lines, _ = call('eval', '--suite', 'mate', '--limit', 2, '--suite', 'tactics,selfplay', '--games', 2, '--json', '--suite', 'mate')
-    suites = [row['suite'].partition(',')[0] for row in json.loads(lines[0])['suites']]
-    assert suites[0] == 'mate' and {*suites} == {'mate', 'tactics', 'selfplay'}
+    _, lines, _ = call('eval', '--suite', 'mate', '--limit', 2, '--suite', 'tactics,env', '--json', '--suite', 'mate')
+    told = json.loads(lines[0])
+    suites = [row['suite'].partition(',')[0] for row in told['suites']]
+    assert suites[0] == 'mate' and {*suites} == {'mate', 'tactics'} and {row['task'] for row in told['metrics']} == {'A'}
 
 
 def test_words_may_stand_before_and_behind_flags(call, cwd):
@@ -398,11 +400,16 @@ def test_a_note_about_the_run_is_told_with_the_mistake(call, monkeypatch):
 
 
 @pytest.mark.parametrize('words, code, said', [
-    ('generate <&-', 2, 'rookworld generate: no prompts: the input is empty\n'), ('score <&-', 2, 'rookworld score: no rows to score: the input is empty\n'),
-    ('uci <&-', 0, ''), ('positions --n 2 >&-', 0, ''), ('generate --model nope x 2>&-', 2, '')])
+    ('score <&-', 2, 'rookworld score: no rows to score: the input is empty\n'), ('positions --n 2 >&-', 0, ''), ('generate --model nope x 2>&-', 2, '')])
 def test_a_closed_stream_is_an_empty_one(words, code, said):
     done = subprocess.run(['bash', '-c', f'{SCRIPT} {words}'], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, timeout=120)
     assert (done.returncode, done.stdout, done.stderr) == (code, '', said)
+
+
+@pytest.mark.parametrize('name, code, said', [('generate', 2, 'rookworld generate: no prompts: the input is empty\n'), ('uci', 0, '')])
+def test_a_stream_that_is_not_there_is_an_empty_one(name, code, said, monkeypatch, capsys):
+    monkeypatch.setattr(sys, 'stdin', None)    # what Python makes of a closed one
+    assert main([name]) == code and capsys.readouterr() == ('', said)
 
 
 def test_a_run_needs_no_stream(tmp_path):
@@ -410,10 +417,10 @@ def test_a_run_needs_no_stream(tmp_path):
     assert subprocess.run(['bash', '-c', f'{SCRIPT} {words} <&- >&- 2>&-'], timeout=120).returncode == 0 and (tmp_path/'run'/'summary.json').exists()
 
 
-def test_a_letter_that_the_terminal_does_not_know_is_written_as_its_code():
-    done = subprocess.run([SCRIPT, 'uci'], input=b'position startpos moves e2\xff4\nisready\n', capture_output=True, timeout=120,
-                          env=os.environ | {'PYTHONIOENCODING': 'ascii'})
-    assert done.returncode == 0 and b'left out' in done.stdout and b'\\ufffd' in done.stdout and b'readyok' in done.stdout, done
+def test_a_letter_that_the_terminal_does_not_know_is_written_as_its_code(monkeypatch):
+    said, wrote = io.BytesIO(b'position startpos moves e2\xff4\nisready\n'), io.BytesIO()
+    for name, stream in (('stdin', said), ('stdout', wrote)): monkeypatch.setattr(sys, name, io.TextIOWrapper(stream, encoding='ascii'))
+    assert main(['uci']) == 0 and all(part in wrote.getvalue() for part in (b'left out', b'\\ufffd', b'readyok')), wrote.getvalue()
 
 
 def test_a_file_that_the_system_refuses_is_no_traceback(call, tmp_path):
@@ -485,7 +492,8 @@ def test_a_prompt_is_asked_as_it_was_trained(call, tiny):
 
 
 def test_the_newest_run_is_reported(call, tiny, cwd):
-    for name in ('one', 'two'): assert call('train', '--model', tiny, '--output-dir', f'runs/{name}', *SMALL)[0] == 0
+    assert call('train', '--model', tiny, '--output-dir', 'runs/one', *SMALL)[0] == 0
+    shutil.copytree('runs/one', 'runs/two')
     os.utime('runs/one/metrics.jsonl')
     for name, file in (('pretraining', 'metrics.jsonl'), ('not begun', 'config.json')):    # neither is a run
         (cwd/'runs'/name).mkdir()
@@ -495,10 +503,9 @@ def test_the_newest_run_is_reported(call, tiny, cwd):
 
 
 @pytest.mark.parametrize('words', [['score'], ['generate']])
-def test_bytes_that_are_no_text_are_a_mistake(words):
-    done = subprocess.run([sys.executable, '-m', 'rookworld_nb.cli', *words], input=b'P: caf\xe9\n', capture_output=True,
-                          env=os.environ | {'PYTHONIOENCODING': 'utf-8:strict'})
-    assert done.returncode == 2 and done.stderr.decode().count('\n') == 1 and 'standard input: not UTF-8' in done.stderr.decode()
+def test_bytes_that_are_no_text_are_a_mistake(words, monkeypatch, capsys):
+    monkeypatch.setattr(sys, 'stdin', io.TextIOWrapper(io.BytesIO(b'P: caf\xe9\n'), encoding='utf-8'))
+    assert main(words) == 2 and (said := capsys.readouterr().err).count('\n') == 1 and 'standard input: not UTF-8' in said
 
 
 def test_a_negative_number_may_have_an_exponent(call):
@@ -512,7 +519,8 @@ def test_a_reader_may_leave_early():
 
 def test_a_run_whose_reader_leaves_does_not_end_as_if_it_were_done(tmp_path, lines):
     words = f'train --steps 3 --batch-positions 2 --group-size 2 --max-new-tokens 8 --eval-policy 0 --eval-env 0 --data {lines} --output-dir {tmp_path}/run'
-    done = subprocess.run(['bash', '-c', f'{SCRIPT} {words} | head -n 1; exit ${{PIPESTATUS[0]}}'], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(['bash', '-c', f'{SCRIPT} {words} | head -n 1; exit ${{PIPESTATUS[0]}}'], capture_output=True, text=True, timeout=120,
+                          env=os.environ | {'PYTHONUNBUFFERED': '1'})    # what a pipe holds back, it would say when all is done
     assert done.returncode == 130 and 'nobody reads its output any more' in done.stderr.splitlines()[-1]
 
 
@@ -845,7 +853,8 @@ def test_train_plans_without_a_trace(call, tiny, cwd):
     assert (code, errors, len(lines)) == (0, '', 1) and '2 updates' in lines[0] and list(cwd.iterdir()) == []
 
 
-def test_a_plan_ends_the_engine_that_it_asked_about(call, tiny, cwd, monkeypatch):
+@pytest.mark.stockfish
+def test_a_plan_ends_the_engine_that_it_asked_about(call, tiny, stockfish, cwd, monkeypatch):
     ended, close = [], Run.close
     monkeypatch.setattr(Run, 'close', lambda run: (ended.append(run.engine), close(run)))
     assert call('train', '--model', tiny, '--plan', '--stockfish-path', find_stockfish(), *SMALL)[0] == 0 and ended and ended[-1] is not None
@@ -919,8 +928,8 @@ def test_an_engine_in_the_current_folder_is_found(call, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path/'engine').write_text('#!/bin/sh\n')
     (tmp_path/'engine').chmod(0o755)
-    _, _, said = call('label', START, '--stockfish-path', './engine')
-    assert 'no executable' not in said and 'engine' in said    # it ran, and is no engine
+    code, _, said = call('label', START, '--stockfish-path', './engine')
+    assert code == 2 and './engine failed twice' in said    # it ran, and is no engine
 
 
 # ---- label: engines that fail

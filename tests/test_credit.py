@@ -177,7 +177,7 @@ def test_nothing_is_learned_where_nothing_is_known():
 
 
 def test_a_run_pays_parts_and_says_so(tmp_path):
-    config = TrainConfig(steps=2, batch_positions=4, group_size=4, eval_policy=0, eval_env=0, max_new_tokens=40, mix_env_ratio=.5)
+    config = TrainConfig(steps=1, batch_positions=4, group_size=4, eval_policy=0, eval_env=0, max_new_tokens=40, mix_env_ratio=.5)
     runs = {credit: Run(replace(config, credit=credit, output_dir=str(tmp_path/str(credit)))) for credit in (None, 'part', 'answer')}
     rows = {credit: list(run.steps()) for credit, run in runs.items()}
     grads = {credit: [row['grad_norm'] for row in found] for credit, found in rows.items()}

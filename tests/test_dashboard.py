@@ -406,22 +406,23 @@ def test_stop_ends_a_pause(undrawn):
 # ---- how it shows itself
 
 def test_figure_holds_every_step_even_between_two_pictures():
-    dash = Dashboard(total_steps=50)
+    dash = Dashboard(total_steps=50, kl_target=.9)
     for row in simulated_run(20): dash.update(row)
     figure = dash.figure
     assert figure.axes[0].get_lines()[0].get_xdata().tolist() == list(range(1, 21))
+    assert [.9, .9] in [list(line.get_ydata()) for line in figure.axes[2].lines]
     assert figure._repr_png_().startswith(b'\x89PNG')
 
 
-def test_shown_as_widgets_or_as_one_line_of_text(monkeypatch):
-    shown = []
+def test_shown_as_widgets_or_as_one_line_of_text(monkeypatch, undrawn):
+    shown, dash, view = [], Dashboard(total_steps=50), 'application/vnd.jupyter.widget-view+json'
     monkeypatch.setattr(dashboard, 'display', lambda bundle, raw: shown.append(bundle))
-    Dashboard(total_steps=50)._ipython_display_()
+    dash._ipython_display_()
     assert shown[0]['text/plain'] == 'Dashboard: Waiting for the first step'
-    assert 'application/vnd.jupyter.widget-view+json' in shown[0]
+    assert shown[0][view] == dash.box._repr_mimebundle_()[view]    # the same for all versions of the widgets
 
 
-def test_every_part_has_its_class():
+def test_every_part_has_its_class(undrawn):
     dash = Dashboard(total_steps=50)
     for name in ('status', 'stop', 'pause', 'checkpoint', 'bar', 'light', 'sliders', 'news', 'curves', 'pictures', 'samples'):
         assert f'rw-{name}' in getattr(dash, name)._dom_classes
@@ -480,12 +481,3 @@ def test_an_older_kernel_hears_clicks_and_keeps_its_cells_in_order():
     hear_clicks(None)
     hear_clicks(object())    # ipykernel 7 has no such queue
     assert kernel.heard == ['stop', 'pause']
-
-
-def test_what_is_displayed_is_the_same_for_all_versions_of_the_widgets(monkeypatch):
-    shown = []
-    monkeypatch.setattr('rookworld_nb.dashboard.display', lambda data, raw: shown.append(data))
-    dashboard = Dashboard(3)
-    dashboard._ipython_display_()
-    view = shown[0]['application/vnd.jupyter.widget-view+json']
-    assert view == dashboard.box._repr_mimebundle_()['application/vnd.jupyter.widget-view+json'] and shown[0]['text/plain'].startswith('Dashboard: ')

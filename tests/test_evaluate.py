@@ -98,6 +98,8 @@ def test_policy_metrics_by_hand():
     assert found['right_count'] == found['parsed'] == found['best_legal'] == found['best_in_top5'] == 1
     assert found['legal_fraction'] == .8 and found['distinct_legal'] == .6 and found['top5_overlap'] == .4
     assert found['eval_error'] == pytest.approx(.1)  # the first mention of a move counts
+    def won(pawns): return 1/(1 + math.exp(-.368208*pawns))
+    assert found['win_probability_lost'] == pytest.approx(won(.52) - won(.45))
     assert found['best_move_accuracy'] == 0 and found['best_within_10cp'] == found['best_within_50cp'] == 1
     assert policy_metrics('B: d2d4', RUY)['best_within_10cp'] == 0 and policy_metrics('B: d2d4', RUY)['best_within_50cp'] == 1
     tenths = Sample(*split_line(format_policy(FEN, ('f1b5', 'd2d4', 'f1c4', 'b1c3', 'f1d3'), (1.1, 1., .9, .9, .6))))
@@ -233,11 +235,12 @@ def test_chance_line_agrees_with_a_random_player():
             moves = rng.sample(legal, min(5, len(legal)))
             texts.append(policy_text(' '.join(moves), ' '.join('0.0' for _ in moves), rng.choice(legal)))
     table, chance = metrics_table(samples, texts), chance_line(samples)['P']
+    each = pd.DataFrame([chance_line([sample])['P'] for sample in samples])
     lawful = {'right_count', 'legal_fraction', 'distinct_legal', 'best_legal'}
     assert len(chance) == 9 and (chance[[*lawful]] == 1).all()
     for metric, expected in chance.items():
         values = by_prompt(table, metric)
-        exact = pd.Series({i: chance_line([s])['P', metric] for i, s in enumerate(samples)})
+        exact = each[metric]
         gaps = values.to_numpy() - exact.to_numpy()
         assert (gaps == 0).all() if metric in lawful else abs(gaps.mean()) < 4*gaps.std()/math.sqrt(len(gaps)), metric
         assert exact.mean() == pytest.approx(expected)
@@ -282,9 +285,11 @@ import re
 from rookworld_nb.evaluate import policy_metrics
 from rookworld_nb.positions import by_task, shipped
 samples = by_task(shipped('heldout'))['P'][:200]
-print([policy_metrics(re.sub(r'-?\\d+\\.\\d+', lambda m: f'{float(m.group())/3:.2f}', s.completion), s)['eval_error'].hex() for s in samples])"""
-    told = [subprocess.run([sys.executable, '-c', code], env={**os.environ, 'PYTHONHASHSEED': seed}, capture_output=True, text=True, check=True).stdout for seed in '012']
-    assert told[0].count('0x') > 150 and len(set(told)) == 1
+told = [policy_metrics(re.sub(r'-?\\d+\\.\\d+', lambda m: f'{float(m.group())/3:.2f}', s.completion), s)['eval_error'].hex() for s in samples]"""
+    here, seed = {}, '1' if os.environ.get('PYTHONHASHSEED') == '0' else '0'
+    exec(code, here)
+    there = subprocess.run([sys.executable, '-c', f'{code}\nprint(told)'], env={**os.environ, 'PYTHONHASHSEED': seed}, capture_output=True, text=True, check=True).stdout
+    assert there.count('0x') > 150 and there == f'{here["told"]}\n'
 
 
 def test_student_t():

@@ -216,6 +216,7 @@ def test_a_peak_that_cannot_be_reset_is_said(monkeypatch, tmp_path):
 @linux
 def test_the_search_stops_above_the_target(monkeypatch):
     monkeypatch.setattr(hardware, 'total_memory', lambda device: proc_bytes('VmRSS') + 400*MB)
+    reset_peak('cpu')    # what earlier tests have left is given back here, and not in the first trial
     tried = []
 
     def trial(positions, group):
@@ -227,7 +228,7 @@ def test_the_search_stops_above_the_target(monkeypatch):
     assert found.best.utilization == found.best.peak_gb/found.best.total_gb
     assert 'Optimal batch configuration found: 64 positions x 4 completions = 256' in found.line
     tried.clear()
-    all_fit = search_batch(trial, sizes=((2, 4), (3, 4)))
+    all_fit = search_batch(trial, sizes=((2, 4), (3, 4)), target=1.)
     assert (all_fit.reason, all_fit.best.batch_positions) == ('the largest size tried', 3)
 
 
@@ -341,7 +342,7 @@ def test_components_are_what_the_tensors_say(setup):
     assert large['weights'] == weights and large['activations'] > 2*small['activations']
     assert 2 < large['kv_cache']/small['kv_cache'] < 9      # by task: 8 prompts are not always four times 2 of the larger one
     setup.model.gradient_checkpointing = True
-    assert memory_components(setup, 8, 4)['activations'] < large['activations']
+    assert memory_components(setup, 2, 4)['activations'] < small['activations']
 
 
 @linux
@@ -374,6 +375,8 @@ def test_on_a_gpu_the_peak_is_the_allocators():
 def test_threads_that_wait_leave_their_core_to_others(given, spins):
     "Asked of OpenMP itself; what the user has said stands."
     usual = {name: value for name, value in os.environ.items() if name not in ('GOMP_SPINCOUNT', 'OMP_WAIT_POLICY')}
-    told = subprocess.run([sys.executable, '-c', 'import rookworld_nb.model'], env=usual | given | {'OMP_DISPLAY_ENV': 'VERBOSE'},
+    load = ("import rookworld_nb, ctypes, glob, importlib.util as u\n"    # OpenMP alone, which PyTorch would load
+            "ctypes.CDLL(glob.glob(u.find_spec('torch').submodule_search_locations[0] + '/lib/libgomp*')[0])")
+    told = subprocess.run([sys.executable, '-c', load], env=usual | given | {'OMP_DISPLAY_ENV': 'VERBOSE'},
                           capture_output=True, text=True, check=True, timeout=120).stderr
     assert f"GOMP_SPINCOUNT = '{spins}'" in told

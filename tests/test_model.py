@@ -440,7 +440,7 @@ def test_too_long_sequences_are_refused():
     model(torch.zeros(1, 16, dtype=torch.long))
     with pytest.raises(SequenceError, match='17 tokens .* n_positions=16'):
         model(torch.zeros(1, 17, dtype=torch.long))
-    prefix = model.prefill(torch.zeros(1, 10, dtype=torch.long), torch.tensor([[0]*4+[1]*6]))
+    prefix = model.prefill(torch.zeros(2, 10, dtype=torch.long), torch.tensor([[0]*4+[1]*6, [0]*8+[1]*2]))    # the longest counts
     model.extend(torch.zeros(2, 10, dtype=torch.long), prefix)  # 6 real tokens and 10: just fits
     with pytest.raises(SequenceError, match='17 tokens'):
         model.extend(torch.zeros(2, 11, dtype=torch.long), prefix)

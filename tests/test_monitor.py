@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from matplotlib.figure import Figure
 
 from rookworld_nb import monitor
-from rookworld_nb.monitor import (COLOURS, METRICS, PANELS, Curves, MetricError, console_line, health_report, light_of, lights, metric_for,
+from rookworld_nb.monitor import (COLOURS, METRICS, PANELS, Curves, MetricError, console_line, health_report, light_of, lights, metric_for, smooth,
                                   overall, plot_curves, range_text, registry, simulated_run, view_limits)
 
 DASHBOARD_NAMES = """loss reward reward_std frac_reward_zero_std rewards/P_best/mean rewards/P_best/std kl entropy
@@ -266,3 +266,20 @@ def test_a_changed_range_is_in_force_at_once(monkeypatch):
     assert light_of('kl', .3).colour == 'yellow'
     monkeypatch.setitem(METRICS, 'kl', replace(METRICS['kl'], healthy=(0, .5), watch=(-.01, 1)))
     assert light_of('kl', .3).colour == 'green'
+
+
+def test_the_target_of_the_kl_is_drawn_in_its_panel_and_in_view():
+    curves = Curves(kl_target=.9).update(pd.DataFrame(rows(5)))
+    levels = [[list(line.get_ydata()) for line in chart.axes.lines] for chart in curves.charts]
+    assert [[.9, .9] in found for found in levels] == [panel.judged == 'kl' for panel in PANELS]
+    assert curves.charts[2].axes.get_ylim()[1] > .9 > Curves().update(pd.DataFrame(rows(5))).charts[2].axes.get_ylim()[1]
+
+
+def test_the_trend_is_a_mean_that_forgets_and_leaves_gaps_out():
+    values, seen = np.random.default_rng(0).normal(size=100), []
+    values[50] = math.nan
+    for value, trend in zip(values, smooth(values)):
+        if not math.isnan(value): seen.append(value)
+        weights = (2/3)**np.arange(len(seen))[::-1]    # a span of 100/20 steps
+        assert trend == pytest.approx(weights @ seen/weights.sum())
+    assert smooth(values[:39]).tolist() == pytest.approx(values[:39].tolist())

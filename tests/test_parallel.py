@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from rookworld_nb import cli
-from rookworld_nb.buffer import Experience, RolloutPart, share_of
+from rookworld_nb.buffer import Experience, RolloutPart, of_all, share_of, without_end
 from rookworld_nb.checkpoint import read_checkpoint
 from rookworld_nb.config import RunError, TrainConfig
 from rookworld_nb.evaluate import evaluate
@@ -150,6 +150,15 @@ def test_scoring_is_shared_and_counted_as_one():
         assert theirs == state
         for mine, other in zip(plain, found): assert other.rewards.equal(mine.rewards) and other.components.equals(mine.components)
     assert sorted(judged) == [3, 3, 4, 4, 4, 4]
+
+
+def test_completions_of_all_are_padded_with_the_end_token_and_the_cut_off_ones_found():
+    def asked(rank):    # one completion each, of two tokens and of three; the second is cut off
+        ids, true = torch.arange(4, 6 + rank)[None], torch.ones(1, 2 + rank, dtype=torch.bool)
+        return Rollouts(torch.zeros(1, 4, dtype=torch.long), torch.ones(1, 4, dtype=torch.bool), ids, true, true.float(), [''], 1, .9)
+    for whole, (value, none) in together(2, lambda ranks: of_all(ranks, asked(ranks.rank), (torch.ones(1, 2 + ranks.rank), None), 5)):
+        assert whole.completion_ids.tolist() == [[4, 5, 5], [4, 5, 6]] and whole.completion_mask.tolist() == [[True, True, False], [True]*3]
+        assert without_end(whole, 5).tolist() == [False, True] and value.tolist() == [[1, 1, 0], [1, 1, 1]] and none is None
 
 
 def test_evaluation_is_shared_and_the_same():

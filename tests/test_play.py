@@ -145,6 +145,18 @@ def clicked(game: Game, *names: str) -> Game:
     return game
 
 
+def test_a_game_that_the_model_wins_and_its_check_are_said():
+    assert clicked(Game(Scripted('e7e5', 'd8h4')), 'f2', 'f3', 'g2', 'g4').words() == 'checkmate: the model wins'
+    assert clicked(Game(Scripted('e7e5', 'd8h4')), 'f2', 'f4', 'a2', 'a3').words() == 'd8h4, its best move: check'
+
+
+def test_a_game_that_black_begins_is_taken_back_to_its_start():
+    game = clicked(Game(Scripted('e2e4'), chess.BLACK, board=chess.Board(chess.STARTING_FEN.replace(' w ', ' b '))), 'e7', 'e5')
+    assert len(game.board.move_stack) == 2
+    game.take_back()
+    assert not game.board.move_stack and game.board.turn == chess.BLACK
+
+
 def test_clicks_take_up_move_and_lay_down():
     game = Game(Scripted('e7e5'))
     assert clicked(game, 'e4').selected is None and clicked(game, 'e7').selected is None

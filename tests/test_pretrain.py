@@ -385,7 +385,7 @@ def test_a_run_goes_on_with_the_positions_that_it_left_out(tmp_path):
     file = tmp_path/'fens.txt'
     file.write_text(FENS[0])
     (tmp_path/'run').mkdir()
-    next(small_run(tmp_path/'run', exclude=str(file), save_every=1)), next(small_run(tmp_path/'run', exclude=str(file), save_every=1))
+    assert [next(small_run(tmp_path/'run', exclude=str(file), save_every=1))['step'] for _ in range(2)] == [1, 2]
     file.write_text(FENS[1])
     with pytest.raises(PretrainError, match='--exclude .*names other positions than when the run'):
         next(small_run(tmp_path/'run', exclude=str(file), save_every=1))

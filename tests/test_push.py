@@ -43,6 +43,16 @@ def said_of(words, capsys):
     return code, out.out.splitlines(), out.err
 
 
+def test_a_new_repository_is_private_unless_something_else_is_said(checkpoint, monkeypatch, capsys):
+    for words, private in (([], True), (['--private'], True), (['--no-private'], False)):
+        monkeypatch.setitem(sys.modules, 'huggingface_hub', hub := Hub())
+        assert said_of(['--model', checkpoint, '--to', 'me/chess', *words], capsys)[0] == 0
+        assert hub.calls[0] == ('repo', 'me/chess', {'private': private, 'exist_ok': True})
+        assert hub.calls[1][3] == {'commit_message': 'Upload model', 'revision': None}
+    push(push_list(checkpoint, 'me/chess'), 'me/chess')
+    assert hub.calls[-2][2] == {'private': True, 'exist_ok': True}
+
+
 def test_a_dry_run_lists_exactly_what_is_sent(checkpoint, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, 'huggingface_hub', None)    # not needed
     code, lines, _ = said_of(['--model', checkpoint, '--to', 'me/chess', '--dry-run'], capsys)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from rookworld_nb.positions import shipped
-from rookworld_nb.rewards import (BadScores, BadTarget, EngineSilent, Judged, MissingTarget, PolicyTruth, RewardConfig, RewardConfigError, RewardScorer,
+from rookworld_nb.rewards import (BadScores, BadTarget, EngineSilent, Judged, MissingTarget, PatientEngine, PolicyTruth, RewardConfig, RewardConfigError, RewardScorer,
                                   RunningNorm, Scaling, Scores, Shaping, blend_shares, engine_questions, env_scores, evals_score, candidates_score,
                                   judge_policy, scale_score, shape_reward, stored_truth)
 from rookworld_nb.rules import Candidate, EngineError, EngineNotFound, Stockfish, env_step, find_stockfish, legal_moves
@@ -454,6 +454,24 @@ def positions_with_answers(count):
         pairs = sorted(zip(answer.moves, answer.evals), key=lambda pair: -pair[1])
         answers[sample.fen] = tuple(Candidate(uci, pawns) for uci, pawns in pairs)
     return samples, answers
+
+
+def test_a_question_that_is_no_longer_asked_is_not_thought_about():
+    samples, answers = positions_with_answers(4)
+    heard, begun, there = [], threading.Event(), threading.Event()
+
+    class Slow(Failing):
+        def analyse(self, fen):
+            heard.append(fen)
+            begun.set()
+            there.wait(10)
+            return super().analyse(fen)
+    patient, fens = PatientEngine(Slow(answers, lambda fen: False)), [sample.fen for sample in samples]
+    patient.ask(fens[:3])
+    assert begun.wait(10)
+    patient.ask(fens[3:])
+    there.set()
+    assert patient.analyse(fens[3]) == answers[fens[3]] and heard == [fens[0], fens[3]]
 
 
 @pytest.mark.parametrize('normalize', [False, True])

@@ -1,5 +1,6 @@
 "The environment against python-chess over thousands of moves, and the engine client against engines that misbehave."
 
+import itertools
 import logging
 import math
 import multiprocessing
@@ -10,7 +11,6 @@ import stat
 import subprocess
 import sys
 import textwrap
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -327,6 +327,14 @@ def test_fen_key():
         fen_key('8/8 w -')
 
 
+def test_a_key_claims_the_castling_rights_that_there_are():
+    rights = [''.join(itertools.compress('KQkq', kept)) for kept in itertools.product((0, 1), repeat=4)]
+    for there, claimed in itertools.product(rights, rights[1:]):
+        K, Q, k, q = (rook if right in there else knight for right, rook, knight in zip('KQkq', 'RRrr', 'NNnn'))
+        board, kept = f'{q}3k2{k}/8/8/8/8/8/8/{Q}3K2{K}', ''.join(right for right in claimed if right in there)
+        assert fen_key(f'{board} w {claimed} - 0 1') == f'{board} w {kept or "-"} -'
+
+
 # --- evaluation as a probability
 
 
@@ -432,7 +440,7 @@ def test_one_failure_is_repaired(fake, mode, caplog):
 def test_two_failures_are_an_error_that_names_the_position(fake, mode, monkeypatch):
     path, runs = fake(mode)
     if mode == 'mute':
-        monkeypatch.setattr(rules, '_START_SECONDS', 3.0)
+        monkeypatch.setattr(rules, '_START_SECONDS', .3)
     started = time.monotonic()
     with Stockfish(path, timeout=0.6, nodes=10**7) as engine:
         with pytest.raises(EngineError) as caught:
@@ -449,6 +457,11 @@ def test_an_engine_that_cannot_start(tmp_path):
     path.chmod(0o755)
     with Stockfish(path, timeout=1) as engine, pytest.raises(EngineError, match='failed twice'):
         engine.analyse(START)
+
+
+def test_a_longer_search_has_more_time(fake):
+    path, _ = fake()
+    assert [Stockfish(path, nodes=nodes)._timeout for nodes in (1000, 10**6)] == [10, 20] and Stockfish(path, nodes=10**6, timeout=3)._timeout == 3
 
 
 def test_too_few_lines_means_more_nodes(fake):
@@ -521,7 +534,7 @@ def test_cache_answers_without_searching(fake, tmp_path):
     with Stockfish(path, cache=tmp_path / 'deep' / 'cache.db') as engine:
         first = engine.analyse(START)
     path.write_text(path.read_text().replace("words[0] == 'go'", "words[0] == 'never'"))  # it would hang if asked
-    with Stockfish(path, cache=tmp_path / 'deep' / 'cache.db', timeout=1) as engine:
+    with Stockfish(path, cache=tmp_path / 'deep' / 'cache.db', timeout=.2) as engine:
         again = engine.analyse(START)
         assert again == first and all(type(c) is Candidate for c in again)
         with pytest.raises(EngineError):
@@ -647,7 +660,6 @@ def test_import_has_no_side_effects():
         '1',
         'False',
     ]
-    assert threading.main_thread().is_alive()
 
 
 # --- the real engine

@@ -510,3 +510,19 @@ def test_the_default_type_is_of_no_concern(model, tokenizer):
     try: after = sample(model, tokenizer, ['a b'], 2, 3, 1., torch.Generator().manual_seed(0))
     finally: torch.set_default_dtype(torch.float32)
     assert torch.equal(before.completion_ids, after.completion_ids) and torch.equal(before.logprobs, after.logprobs)
+
+
+def test_the_end_token_may_have_any_id(model):
+    ended = 0
+    for end in range(1, len(WORDS)):
+        names = [*WORDS]
+        names[0], names[end] = names[end], names[0]
+        other = Tokenizer(models.WordLevel({word: i for i, word in enumerate(names)}, unk_token=WORDS[END]))
+        other.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+        r = sample(model, other, PROMPTS, 4, 12, 1., seeded())
+        is_end = (r.completion_ids == end).long()
+        assert r.completion_mask.equal(is_end.cumsum(1) - is_end == 0)    # up to and including the first; behind it nothing else
+        wanted = [[names[i] for i in row[real].tolist() if i != end] for row, real in zip(r.completion_ids, r.completion_mask)]
+        assert [text.split() for text in r.texts] == wanted
+        ended += int((r.completion_ids[:, 0] == end).sum())
+    assert ended

@@ -19,9 +19,8 @@ from short_runs import SHORT, TINY
 
 def test_the_plan_counts_what_is_sampled(tmp_path):
     for number, (changes, text) in enumerate((({'minibatch_positions': 4}, '3 on each of 3 batches of 6 prompts'), ({'max_age': 1}, '1 on each of 7 batches'))):
-        run = Run(replace(TINY, steps=7, batch_positions=6, buffer_capacity=1, max_new_tokens=8, output_dir=str(tmp_path/f'run-{number}'), **changes))
-        sampled = set()
-        for _ in run.steps(): sampled.add(run.buffer.newest.number)
+        run = Setup(replace(TINY, steps=7, batch_positions=6, buffer_capacity=1, max_new_tokens=8, output_dir=str(tmp_path/f'run-{number}'), **changes))
+        sampled = {run.buffer.newest.number for _ in run.trainer.run(run.buffer)}
         assert text in planned_work(run) and f'of {len(sampled)} batches' in planned_work(run)
 
 
@@ -150,7 +149,7 @@ def test_an_engine_does_not_outlive_a_failure(tmp_path, monkeypatch):
 
 
 def test_evaluations_and_trials_give_back_what_a_decoder_keeps(tmp_path):
-    run = Setup(replace(SHORT, output_dir=str(tmp_path/'run')))
+    run = Setup(replace(SHORT, output_dir=str(tmp_path/'run'), eval_policy=2, eval_env=1, max_new_tokens=24))
     for model in (run.model, run.reference): model.decoder = GraphDecoder()
     plain = examine(run)
     assert not run.model.decoder.recorded and examine(run, run.reference).equals(plain) and not run.reference.decoder.recorded

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import time
+from functools import cache
 
 import chess
 import pytest
@@ -35,6 +36,7 @@ UCI = st.from_regex(r'[a-h][1-8][a-h][1-8][qrbn]?', fullmatch=True)
 PAWNS = st.floats(-999.99, 999.99).map(lambda x: round(x, 2)) | st.sampled_from([0.0, -0.0, 999.97, -999.79])
 
 
+@cache
 def played_fens(n, seed=0):
     rng, found = random.Random(seed), []
     while len(found) < n:
@@ -360,7 +362,11 @@ PIECES = st.sampled_from(
 )
 
 
-@given(st.text() | st.lists(PIECES | st.text(max_size=3), max_size=30).map(''.join))
+WHOLE = st.tuples(st.sampled_from([f'P: {START} ', f'A: {START}+e2e4+e2e4+', f'{START}+e2e4++']), st.sampled_from([GOOD, ENV]),
+                  PIECES | st.text(max_size=3)).map(''.join)
+
+
+@given(st.text() | st.lists(PIECES | st.text(max_size=3), max_size=30).map(''.join) | WHOLE)
 @example('A:')
 @example('P:')
 @example('+' * 10)
@@ -411,7 +417,13 @@ def test_is_fen_accepts_what_python_chess_writes(fen):
     assert is_fen(fen) and is_fen(fen, strict=True)
 
 
-@given(st.lists(st.text('12345678pnbrqkPNBRQK9x ', min_size=0, max_size=9), min_size=7, max_size=9).map('/'.join))
+RANKS = st.sampled_from(['8', 'p7', '3q4', 'RNBQKBNR', '1p1p1p1P'])
+NEARLY = st.tuples(st.lists(RANKS, min_size=7, max_size=9), st.integers(0, 6), RANKS | st.sampled_from(['7', '44', '9', 'p8', '71', '7x', ''])).map(
+    lambda drawn: '/'.join([*drawn[0][:drawn[1]], drawn[2], *drawn[0][drawn[1]+1:]]))
+
+
+@given(NEARLY | st.lists(st.text('12345678pnbrqkPNBRQK9x ', min_size=0, max_size=9), min_size=7, max_size=9).map('/'.join))
+@example('/'.join(['8']*9))
 @example('8/8/8/8/8/8/8/8')
 @example('44/8/8/8/8/8/8/8')
 @example('8/8/8/8/8/8/8/7')

@@ -39,15 +39,29 @@ def train(folder, flags, capsys):
     return SimpleNamespace(code=code, said=said.out + said.err, rows=rows, tables=tables, folder=Path(folder))
 
 
-@pytest.fixture(scope='module')
-def plain(tmp_path_factory):
-    folder = tmp_path_factory.mktemp('flags')/'plain'
+class Silent:
+    def readouterr(self): return SimpleNamespace(out='', err='')
 
-    class Silent:
-        def readouterr(self): return SimpleNamespace(out='', err='')
-    run = train(folder, {}, Silent())
-    assert run.code == 0 and len(run.rows) == 3
+
+def first(tmp_path_factory, flags):
+    "A run that others are compared with."
+    run = train(tmp_path_factory.mktemp('flags')/'run', flags, Silent())
+    assert run.code == 0 and len(run.rows) == flags.get('--steps', 3)
     return run
+
+
+@pytest.fixture(scope='module')
+def plain(tmp_path_factory): return first(tmp_path_factory, {})
+
+
+@pytest.fixture(scope='module')
+def whole(tmp_path_factory):
+    "Paid by whole answers, for flags that want them: that alone changes everything."
+    return first(tmp_path_factory, {'--credit': 'answer', '--steps': 2})
+
+
+@pytest.fixture(scope='module')
+def judged(tmp_path_factory): return first(tmp_path_factory, {'--use-gae': True, '--steps': 1})
 
 
 def column(run, name): return [row.get(name) for row in run.rows]
@@ -90,7 +104,7 @@ CASES = {
     'illegal_cost': ({'--illegal-cost': .9}, same_texts_other('candidates')),
     'repeat_cost': ({'--repeat-cost': .9}, same_texts_other('candidates')),
     'reward_warmup_steps': ({'--reward-warmup-steps': 9}, same_texts_other('reward')),
-    'normalize_rewards': ({'--normalize-rewards': True, '--scale-rewards': 'none'}, same_texts_other('advantage')),
+    'normalize_rewards': ({'--normalize-rewards': True, '--credit': 'answer'}, same_texts_other('advantage')),
     'baseline_type': ({'--baseline-type': 'leave_one_out'}, same_texts_other('advantage')),
     'scale_rewards': ({'--scale-rewards': 'none'}, same_texts_other('advantage')),
     'credit': ({'--credit': 'answer'}, same_texts_other('advantage')),
@@ -110,7 +124,7 @@ CASES = {
     'clip_range': ({'--clip-range': 1e-4}, lambda plain, run: run.rows[1]['clip_ratio/low_mean'] > plain.rows[1]['clip_ratio/low_mean']),
     'clip_range_high': ({'--clip-range-high': 1e-4}, lambda plain, run: run.rows[1]['clip_ratio/high_mean'] > plain.rows[1]['clip_ratio/high_mean']
                         and run.rows[1]['clip_ratio/low_mean'] == plain.rows[1]['clip_ratio/low_mean']),
-    'importance_level': ({'--importance-level': 'sequence'}, differs('ratio_max', 2)),
+    'importance_level': ({'--importance-level': 'sequence', '--credit': 'answer'}, differs('ratio_max', 2)),
     'loss_type': ({'--loss-type': 'dr_grpo'}, differs('grad_norm', 1)),
     'kl_coef': ({'--kl-coef': .5}, lambda plain, run: run.rows[1]['kl_loss'] == pytest.approx(.5/KL_COEF*plain.rows[1]['kl_loss'], rel=1e-3)),
     'kl_estimator': ({'--kl-estimator': 'forward'}, differs('kl_loss', 2)),
@@ -166,8 +180,16 @@ def summary(run, task, name):
     return {row[name] for row in rows if (row['task'], row['metric']) == (task, 'reward')}
 
 
+#: Where the first step tells all, or the first two, there are no others.
+STEPS = dict.fromkeys((
+    'seed', 'eval_policy', 'eval_env', 'batch_positions', 'group_size', 'temperature', 'max_new_tokens', 'reward_shaping', 'legal_credit', 'illegal_cost',
+    'repeat_cost', 'reward_warmup_steps', 'normalize_rewards', 'baseline_type', 'scale_rewards', 'credit', 'mask_truncated', 'drop_tied', 'loss_type',
+    'entropy_coef', 'answer_coef', 'answer_positions', 'matmul_precision', 'bf16', 'cuda_graphs', 'cudnn_benchmark', 'cuda_allocator', 'use_gae', 'model'), 1)
+STEPS |= dict.fromkeys(('clip_range', 'clip_range_high', 'importance_level', 'kl_coef', 'kl_estimator', 'kl_unbiased'), 2)
+
+
 @pytest.mark.parametrize('name', CASES)
-def test_the_flag_changes_what_it_names(name, plain, tmp_path, capsys):
+def test_the_flag_changes_what_it_names(name, plain, whole, tmp_path, capsys):
     flags, shown = CASES[name]
     if name == 'data':
         write_lines(shipped('train')[50:60] + shipped('train')[-9:], tmp_path/'other.txt')
@@ -178,9 +200,9 @@ def test_the_flag_changes_what_it_names(name, plain, tmp_path, capsys):
         flags = flags | {'--data': tmp_path/'long.txt'}
     if name == 'model':
         flags = {'--model': plain.folder/'final_checkpoint'}
-    run = train(tmp_path/'run', flags, capsys)
+    run = train(tmp_path/'run', ({'--steps': STEPS[name]} if name in STEPS else {}) | flags, capsys)
     assert run.code == 0, run.said
-    assert shown(plain, run), run.said
+    assert shown(whole if '--credit' in flags and name != 'credit' else plain, run), run.said
     stored = json.loads((run.folder/'config.json').read_text())
     for flag, value in flags.items():
         if value is not True:
@@ -189,9 +211,9 @@ def test_the_flag_changes_what_it_names(name, plain, tmp_path, capsys):
 
 #: With a critic: these three change how the advantages or the loss are made of the same completions.
 @pytest.mark.parametrize(('flag', 'value'), [('--gamma', .5), ('--gae-lambda', .2), ('--value-loss-coef', 3.)])
-def test_the_flags_of_the_critic(flag, value, tmp_path, capsys):
-    one, other = (train(tmp_path/name, {'--use-gae': True, '--steps': 1} | flags, capsys) for name, flags in (('one', {}), ('other', {flag: value})))
-    assert one.rows[0]['reward'] == other.rows[0]['reward'] and one.rows[0]['grad_norm'] != other.rows[0]['grad_norm']
+def test_the_flags_of_the_critic(flag, value, judged, tmp_path, capsys):
+    other = train(tmp_path/'other', {'--use-gae': True, '--steps': 1, flag: value}, capsys)
+    assert judged.rows[0]['reward'] == other.rows[0]['reward'] and judged.rows[0]['grad_norm'] != other.rows[0]['grad_norm']
 
 
 def test_pieces_leave_the_update_alone(plain, tmp_path, capsys):

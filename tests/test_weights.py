@@ -48,6 +48,12 @@ def hf_model(**changes) -> GPT2LMHeadModel:
     return hf
 
 
+def test_the_configuration_names_the_end_token_where_it_is(tmp_path):
+    tokenizer = Tokenizer(models.WordLevel({'?': 0, 'a': 1, END_TOKEN: 2}, unk_token='?'))
+    written = json.loads((save_pretrained(GPT(CFG), tokenizer, tmp_path/'model')/'config.json').read_text())
+    assert [written[f'{name}_token_id'] for name in ('bos', 'eos', 'pad')] == [2]*3
+
+
 @pytest.fixture(autouse=True)
 def seeded():
     torch.manual_seed(0)
