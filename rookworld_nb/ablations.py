@@ -233,7 +233,7 @@ def run_study(
         leaving.callback(lambda: [pool.shutdown() for _, pool in jobs.values()])
         leaving.callback(stop.set)    # before that
         while left or jobs:
-            while left and len(jobs) < workers:    # a process for each run, and none that waits for one that does not come
+            while left and len(jobs) < workers:    # a process for each run, and none left over
                 (cell, seed), config = left.pop()
                 pool = ProcessPoolExecutor(1, context, hear, (stop,))
                 job = pool.submit(run_cell, run_place(folder, cell, seed), cell, config, threads)

@@ -210,7 +210,8 @@ def shipped_positions(
     for name in PUZZLES:
         with text_file(files('rookworld_nb')/'assets'/f'{name}.txt.gz') as puzzles:
             fens += [' '.join(line.split()[:4]) + ' 0 1' for line in puzzles]
-    return frozenset(map(fen_key, fens)) | seen_positions(sample for name in names or SHIPPED for sample in shipped(name))
+    samples = (sample for name in names or SHIPPED for sample in shipped(name))
+    return frozenset(map(fen_key, fens)) | seen_positions(samples)
 
 # %% ../nbs/04_positions.ipynb #f9e1de59
 #: Named openings in standard algebraic notation, one line of play each.
