@@ -6,10 +6,10 @@
 __all__ = ['logger', 'SUITES', 'WEAKEST', 'Suites', 'ANSWERED', 'USED_BY', 'HEADINGS', 'COMMANDS', 'open_streams', 'stdin_lines',
            'batches', 'check_output', 'input_lines', 'emit', 'without_nan', 'at_least_one', 'all_different',
            'positions', 'uci', 'generate', 'read_rows', 'read_row', 'check_row', 'score', 'answered', 'positions_of',
-           'positions_in', 'label', 'evaluation_samples', 'say_absent', 'check_passes', 'measure', 'suite_puzzles',
-           'suite_openings', 'check_used', 'play_suites', 'evaluate_model', 'metric_tables', 'report_evaluation',
-           'as_columns', 'train', 'pretrain', 'report', 'ablate', 'search', 'push', 'batch_size', 'Command',
-           'run_command', 'overview', 'is_input_error', 'drop_output', 'console_logging', 'main']
+           'positions_in', 'label', 'evaluation_samples', 'say_absent', 'shown_history', 'check_passes', 'measure',
+           'suite_puzzles', 'suite_openings', 'check_used', 'play_suites', 'evaluate_model', 'metric_tables',
+           'report_evaluation', 'as_columns', 'train', 'pretrain', 'report', 'ablate', 'search', 'push', 'batch_size',
+           'Command', 'run_command', 'overview', 'is_input_error', 'drop_output', 'console_logging', 'main']
 
 # %% ../nbs/35_cli.ipynb #0f1f1bea
 import dataclasses
@@ -161,14 +161,13 @@ def generate(
 ) -> None:
     "Complete prompts and say how likely each completion was."
     import torch
+    from rookworld_nb.positions import spelled
     from rookworld_nb.ranks import torch_device
-    from rookworld_nb.rules import parse_board
     from rookworld_nb.sampling import check_request, sample
-    from rookworld_nb.tasks import plain_prompt, read_prompt
+    from rookworld_nb.tasks import plain_prompt
     from rookworld_nb.weights import load_pretrained
-    prompts = list(map(plain_prompt, input_lines(prompts, 'prompts')))
+    prompts = [spelled(plain_prompt(line)) for line in input_lines(prompts, 'prompts')]
     at_least_one(batch=batch)
-    for prompt in prompts: parse_board(read_prompt(prompt).fen)
     check_request(prompts, group_size, max_new_tokens, temperature)
     if group_size > 1 and not temperature:
         raise UsageError(f'--group-size {group_size}: greedy answers are alike; give a --temperature above 0')
@@ -349,10 +348,9 @@ def evaluation_samples(
     data: Path | None,        # a file of P: and A: lines; None: the shipped sets
     suite: tuple[str, ...],   # what to measure
     limit: int | None,        # at most so many of each task, from the start, of stress from everywhere; None: all
-    history_plies: int = 1,   # last moves that an A: prompt shows
 ) -> list:  # samples with targets; bad lines are named in the log; empty where no suite of lines is asked for
     "What a model is examined on."
-    from rookworld_nb.positions import by_task, read_lines, shipped, spread, warn_malformed, with_history
+    from rookworld_nb.positions import by_task, read_lines, shipped, spread, warn_malformed
     tasks = {SUITES[name] for name in suite if name in SUITES}
     if 'stress' in suite and (data is not None or len(tasks) > 1 or 'env' in suite):
         raise UsageError('--suite stress: a shipped set of its own; policy, env and --data need another command')
@@ -363,7 +361,7 @@ def evaluation_samples(
         raise UsageError(f'--data {data}: holds no {" or ".join(sorted(tasks))}: line for --suite {",".join(suite)}; '
                          f'{len(samples)} good, {len(malformed)} malformed')
     if limit and 'stress' in suite: samples = spread(samples, limit)    # sorted by kind: some of each
-    samples = by_task(with_history(samples, history_plies))
+    samples = by_task(samples)
     return [sample for task in samples if task in tasks for sample in samples[task][:limit]]
 
 
@@ -384,6 +382,19 @@ ANSWERED = (*SUITES, 'mate', 'tactics', 'puzzles')    # suites of prompts, with 
 USED_BY = {'against': tuple(SUITES), 'max_new_tokens': tuple(SUITES), 'limit': ANSWERED, 'samples_per_prompt': ANSWERED,
            'games': ('selfplay', 'stockfish'), 'history_plies': ('env', 'selfplay'), 'levels': ('stockfish',),
            'stockfish_path': ('stockfish',)}
+
+# %% ../nbs/35_cli.ipynb #58b4cb13
+def shown_history(
+    samples: list,      # of `evaluation_samples`
+    model,              # a GPT
+    plies: int | None,  # last moves that an A: prompt shall show; None: as many as the model is used to
+) -> tuple[list, int]:  # the samples with them; how many
+    "What a model of this size is used to, if nothing else is asked."
+    from rookworld_nb.config import TrainConfig
+    from rookworld_nb.positions import with_history
+    size = sum(parameter.numel() for parameter in model.parameters())
+    plies = TrainConfig(history_plies=plies).for_size(size).history_plies
+    return with_history(samples, plies), plies
 
 # %% ../nbs/35_cli.ipynb #137bf267
 def check_passes(
@@ -500,7 +511,7 @@ def evaluate_model(
     max_new_tokens: int = ANSWER_TOKENS,     # longest completion of policy, env and stress
     games: int = 20,                         # of self-play, and of a match; even, both sides play White
     levels: tuple[str, ...] = WEAKEST,       # of stockfish: skill=0 to skill=20, elo=N, nodes=N
-    history_plies: int = 1,                  # env, selfplay: last moves of an A: prompt; the public model knows 10
+    history_plies: int | None = None,        # env, selfplay: last moves of an A: prompt; none: 1, or 10 if large
     stockfish_path: str | None = None,       # the engine; none: looked for
     seed: int = 0,                           # of the sampling, and of the moves that replace illegal ones in a match
     batch: int = 256,                        # completions at a time
@@ -515,13 +526,13 @@ def evaluate_model(
                max_new_tokens=max_new_tokens, history_plies=history_plies, stockfish_path=stockfish_path)
     at_least_one(limit=limit, samples_per_prompt=samples_per_prompt, max_new_tokens=max_new_tokens, batch=batch)
     puzzles, openings = suite_puzzles(suite, data, limit), suite_openings(suite, games, levels, stockfish_path)
-    samples = evaluation_samples(data, suite, limit, history_plies)
+    samples = evaluation_samples(data, suite, limit)
     check_passes(temperature, samples_per_prompt)
-    device = torch_device(device)
-    loaded = {name: load_pretrained(name, device) for name in dict.fromkeys((against, model)) if name}
+    loaded = {name: load_pretrained(name, torch_device(device)) for name in dict.fromkeys((against, model)) if name}
+    samples, plies = shown_history(samples, loaded[model][0], history_plies)
     say_absent(samples, suite, data)
     sides = {each: (model_player(*loaded[model], each, seed, batch),
-                    model_world(model_simulator(*loaded[model], history_plies, each, seed, batch)))
+                    model_world(model_simulator(*loaded[model], plies, each, seed, batch)))
              for each in temperature}
     options = dict(seed=seed, samples_per_prompt=samples_per_prompt, max_new_tokens=max_new_tokens, batch_size=batch)
     examined = {name: measure(each, samples, temperature, **options) for name, each in loaded.items()}
@@ -600,10 +611,12 @@ def train(
     from rookworld_nb.config import PRESETS
     from rookworld_nb.hardware import HardwareConfig
     from rookworld_nb.ranks import torchrun
-    from rookworld_nb.records import TensorBoardWriter, WandbWriter
+    from rookworld_nb.records import TensorBoardWriter, WandbWriter, optional_module
     from rookworld_nb.setup import planned_work
     if (resume := config.get('resume')) and preset != 'nano':
         raise UsageError(f'--preset {preset}: not with --resume, which goes on with the settings of the run')
+    for asked, module, extra in ((tensorboard, 'torch.utils.tensorboard', 'tensorboard'), (wandb, 'wandb', 'wandb')):
+        if asked: optional_module(module, extra)    # what is missing is said before there is a folder
     writers = [lambda folder, _: TensorBoardWriter(folder/'tensorboard')] if tensorboard else []
     writers += [lambda _, settings: WandbWriter(wandb, settings)] if wandb else []
     known = config

@@ -54,6 +54,7 @@ class PromptOptions:
     history_plies: int | None = None  # last moves that an A: prompt shows; none: 1 for a small model, 10 a large one
     max_positions: int | None = None  # use only that many prompts of each task, from everywhere in the file; none: all
     stockfish_path: str | None = None  # judge P: answers with this engine (10,000 nodes), not by the targets
+    engine_cache: str | None = None   # file that keeps the engine's answers, from run to run; none: they are not kept
     eval_policy: int = 1000           # shipped held-out P: positions evaluated before and after; 0: none
     eval_env: int = 192               # shipped held-out A: positions evaluated before and after; 0: none
     eval_samples: int = 12            # completions of each at the training temperature, beside a greedy one
@@ -199,7 +200,7 @@ LEAST = {'steps': 1, 'batch_positions': 1, 'replays': 1, 'eval_every': 1, 'save_
 OF_THE_GROUP = ('baseline_type', 'scale_rewards', 'drop_tied')    # of no use to a critic
 NEEDS = {'gamma': 'use_gae', 'gae_lambda': 'use_gae', 'value_loss_coef': 'use_gae', 'answer_positions': 'answer_coef',
          'kl_warmup_factor': 'kl_warmup_steps', 'normalize_momentum': 'normalize_rewards',
-         'normalize_floor': 'normalize_rewards'}    # of no use without
+         'normalize_floor': 'normalize_rewards', 'engine_cache': 'stockfish_path'}    # of no use without
 CHOICES = {'credit': (None, *CREDITS), 'baseline_type': BASELINES, 'reward_shaping': get_args(Shaping)}
 
 # %% ../nbs/27_config.ipynb #eb00f9aa
@@ -272,7 +273,7 @@ class TrainConfig(HardwareConfig, UpdateOptions, RewardOptions, PromptOptions): 
         for name, value in vars(self).items():
             if isinstance(value, PathLike): object.__setattr__(self, name, fspath(value))    # a checkpoint takes texts
         check_kinds(self)
-        for name in ('data', 'output_dir', 'stockfish_path'):    # ~; a model's folder is looked for where it is loaded
+        for name in ('data', 'output_dir', 'stockfish_path', 'engine_cache'):    # ~; of a model where it is loaded
             if value := getattr(self, name): object.__setattr__(self, name, expanduser(value))
         super().__post_init__()
         check_flags(self)
@@ -322,7 +323,7 @@ def emergency(
 PRESETS = {preset.__name__: preset for preset in (nano, rtx4090, emergency)}
 
 # %% ../nbs/27_config.ipynb #6276f83d
-FREE = ('steps', 'output_dir', 'resume', 'device', 'reference_device', 'eval_every', 'keep_checkpoints',
+FREE = ('steps', 'output_dir', 'resume', 'device', 'reference_device', 'engine_cache', 'eval_every', 'keep_checkpoints',
         'micro_batch_size', 'matmul_precision', 'compile', 'cuda_graphs', 'gradient_checkpointing',
         'cudnn_benchmark', 'cuda_allocator', 'rank_timeout')
 MOVABLE = ('model', 'data', 'stockfish_path')    # may lie elsewhere; what the first two hold is compared

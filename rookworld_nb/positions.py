@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['logger', 'SHIPPED', 'PUZZLES', 'OPENINGS', 'CENTRE', 'HOME_RANK', 'PIECE_MIX', 'OUTCOMES', 'Sample', 'DataError',
-           'text_file', 'data_files', 'lazy_lines', 'read_lines', 'warn_malformed', 'write_lines', 'shipped',
+           'spelled', 'text_file', 'data_files', 'lazy_lines', 'read_lines', 'warn_malformed', 'write_lines', 'shipped',
            'seen_positions', 'split_by_position', 'apart_from', 'shipped_positions', 'Position', 'opening_positions',
            'development_weight', 'random_play', 'random_endgame', 'generate_positions', 'by_task', 'with_history',
            'spread', 'prompt_pools', 'Rounds', 'Blend', 'outcome', 'is_rare', 'env_stream', 'PromptMix', 'locked',
@@ -60,12 +60,20 @@ class DataError(ValueError):
     "A data set that cannot be used as asked; the message names the value and the valid ones."
 
 
+def spelled(
+    prompt: str,  # as `policy_prompt` and `env_prompt` write it
+) -> str:  # with its position as python-chess writes it: an en passant square only where it can be used
+    "One position, one spelling: the one that a model has been trained on."
+    fen = Sample(prompt, '').fen
+    return prompt.replace(fen, parse_board(fen).fen(), 1)
+
+
 def _sample(
     line: str,  # one P: or A: line, the prefix of an A: line optional
 ) -> Sample:  # the parsed and checked sample
     "Parse one data line, or raise a ValueError that says what is wrong with it."
-    sample = Sample(*split_line(line))
-    parse_board(sample.fen)
+    prompt, completion = split_line(line)
+    sample = Sample(spelled(prompt), completion)
     if sample.task == 'P':
         if not (legal := legal_moves(sample.fen)): raise ValueError('the position has no legal move')
         answer = parse_policy(sample.completion)

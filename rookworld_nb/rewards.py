@@ -389,7 +389,7 @@ def engine_truth(
     prompt: str,       # P: prompt
     engine: Analyser,  # gives candidates for a position
 ) -> PolicyTruth:      # the engine's view
-    """Ask the engine, which keeps its own cache."""
+    """Ask the engine, which may know the answer from before (`AnalysisCache`)."""
     fen = read_prompt(prompt).fen
     lines = engine.analyse(fen)
     if not lines:

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['logger', 'OFTEN', 'SIGHT', 'apart_from_evaluation', 'warn_of_few', 'training_samples', 'heldout_samples',
-           'run_folder', 'both_devices', 'warn_weightless', 'paid_by', 'open_engine', 'announced', 'answers_of',
-           'collector_of', 'Setup', 'updates_per_batch', 'prompts_to_draw', 'planned_work', 'trial_run',
+           'run_folder', 'both_devices', 'warn_weightless', 'paid_by', 'shortened', 'open_engine', 'announced',
+           'answers_of', 'collector_of', 'Setup', 'updates_per_batch', 'prompts_to_draw', 'planned_work', 'trial_run',
            'memory_components', 'profile_batches', 'choose_batch', 'examine', 'glance']
 
 # %% ../nbs/30_setup.ipynb #a453277b
@@ -39,6 +39,7 @@ from .positions import (
 from .ranks import ALONE, Ranks, torch_device
 from .rewards import PatientEngine, RewardScorer, default_reward, engine_questions, name_of
 from .rules import LABEL_NODES, Stockfish
+from .tasks import parse_env
 from .trainer import Trainer
 from .weights import load_pretrained
 
@@ -166,14 +167,27 @@ def paid_by(
     return replace(config, credit='answer')
 
 # %% ../nbs/30_setup.ipynb #6f5a0e3f
+def shortened(
+    config: TrainConfig,      # complete
+    *sets: Sequence[Sample],  # the first is what is asked in training
+) -> list[list[Sample]]:
+    "Show a model the last moves that it is used to; warn where its prompts have fewer."
+    asked = [sample for sample in sets[0] if sample.task == 'A'] if config.history_plies > 1 else []
+    longest = max((len(parse_env(sample.line).history) for sample in asked), default=config.history_plies)
+    if longest < config.history_plies and config.mix_env_ratio:
+        logger.warning('--history-plies %d: no A: prompt shows more than %d of the last moves; lines that do come with '
+                       '--data', config.history_plies, longest)
+    return [with_history(samples, config.history_plies) for samples in sets]
+
+
 def open_engine(
-    config: TrainConfig,  # stockfish_path
+    config: TrainConfig,  # stockfish_path, engine_cache
     undo: ExitStack,      # of what is begun: closes the engine if it is not emptied
 ) -> Stockfish | None:
     "Start the engine that a run asks for."
     if config.stockfish_path is None:
         return None
-    engine = undo.enter_context(Stockfish(config.stockfish_path, LABEL_NODES))
+    engine = undo.enter_context(Stockfish(config.stockfish_path, LABEL_NODES, cache=config.engine_cache))
     logger.info('Engine: %s', engine.name)
     return engine
 
@@ -233,7 +247,7 @@ class Setup:
             self.hardware = use_hardware(config, device)    # one line that says how the machine is used
             for model in (self.model, self.reference): prepare_model(model, config)
             full = config.for_size(sum(parameter.numel() for parameter in self.model.parameters()))
-            self.samples, self.heldout = (with_history(x, full.history_plies) for x in (self.samples, self.heldout))
+            self.samples, self.heldout = shortened(full, self.samples, self.heldout)
             self.assemble(full)
             undo.pop_all()
 

@@ -124,8 +124,9 @@ def format_env(
         raise TaskFormatError(f"the reward must be a finite number of up to 9 + 9 digits, not {reward!r}")
     for name, flag in (('terminated', terminated), ('truncated', truncated)):
         if flag not in (0, 1): raise TaskFormatError(f"{name} must be a flag, 0 or 1, not {flag!r}")
-    flags = f'{int(terminated)}+{int(truncated)}'
-    return f'{env_prompt(fen, uci, history)}{_check_fen(new_fen)}+{written}+{flags}'
+    prompt, flags = env_prompt(fen, uci, history), f'{int(terminated)}+{int(truncated)}'
+    if history and history[-1] != uci: raise TaskFormatError(f'the history must end with {uci}, not with {history[-1]}')
+    return f'{prompt}{_check_fen(new_fen)}+{written}+{flags}'
 
 # %% ../nbs/02_tasks.ipynb #b3a4e710
 @dataclass(frozen=True)

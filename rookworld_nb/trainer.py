@@ -743,10 +743,10 @@ class Trainer(Learner):
 
     def run(
         self,
-        experiences: Iterable[Experience],  # asked for one at a time; a `RolloutBuffer` is emptied after a failure
-    ) -> Iterator[dict[str, float]]:        # metrics by name, one row per optimiser step
+        rollouts: Iterable[Experience],  # asked for one at a time; a `RolloutBuffer` is emptied after a failure
+    ) -> Iterator[dict[str, float]]:     # metrics by name, one row per optimiser step
         "Update until the steps are done, the experiences end, or the run fails for good; `stop_reason` says which."
-        source = iter(experiences)
+        source = iter(rollouts)
         if not self.good: self.remember()
         if self.starved: self.stop_reason, self.starved = '', False
         done = f'all {self.config.steps} steps are done'
@@ -758,8 +758,8 @@ class Trainer(Learner):
                     self.stop_reason, self.starved = f'the experiences ended after step {self.step}', True
                     return
                 row = update(self, experience)
-                if (self.failure or self.broken is not None) and isinstance(experiences, RolloutBuffer):
-                    experiences.clear()
+                if (self.failure or self.broken is not None) and isinstance(rollouts, RolloutBuffer):
+                    rollouts.clear()
                 goes_on = not self.failure or recover(self)
                 if goes_on and self.step >= self.config.steps:
                     self.stop_reason = f'{done}; the last failed, taken back: {self.failure}' if self.failure else done

@@ -23,7 +23,8 @@ import torch
 
 from rookworld_nb import cli
 from rookworld_nb.cli import COMMANDS, evaluation_samples, main
-from rookworld_nb.config import PRESETS, TrainConfig
+from rookworld_nb import evaluate as evaluate_module
+from rookworld_nb.config import PRESETS, SMALL as SMALL_MODEL, TrainConfig
 from rookworld_nb.evaluate import TASK_METRICS, compare, evaluate
 from rookworld_nb.flags import REQUIRED, UsageError, as_text, flags_of
 from rookworld_nb.grpo import MissingInputError
@@ -531,6 +532,35 @@ def test_positions_are_a_function_of_the_seed(call):
     assert first == again != other
     phases = [json.loads(line)['phase'] for line in first]
     assert phases == ['opening']*4 + ['middlegame']*12 + ['endgame']*4
+
+
+PUSHED = 'rnbqkbnr/pppppppp/8/8/4P3/8/PPPP1PPP/RNBQKBNR b KQkq e3 0 1'    # nobody can take
+
+
+def test_a_position_is_asked_in_the_spelling_that_a_model_knows(call, tiny):
+    told = [json.loads(line)['prompt'] for line in call('generate', '--model', tiny, '--max-new-tokens', '2', '--json', f'P: {PUSHED}', f'{PUSHED}+e7e5+e7e5+')[1]]
+    assert told == [f'P: {PUSHED.replace("e3", "-")}', f'A: {PUSHED.replace("e3", "-")}+e7e5+e7e5+']
+
+
+def test_eval_shows_a_model_the_moves_that_it_is_used_to(call, tiny, cwd, monkeypatch):
+    fen, played = START, []
+    for uci in ('e2e4', 'e7e5', 'g1f3'):
+        line, fen = format_env(fen, uci, [*played, uci], *env_step(fen, uci)), env_step(fen, uci).new_fen
+        played.append(uci)
+    (cwd/'lines.txt').write_text(line)
+    asked, examine = [], evaluate_module.evaluate
+    monkeypatch.setattr(evaluate_module, 'evaluate', lambda model, tokenizer, samples, *given, **named: (
+        asked.append(samples[0].prompt.split('+')[2]), examine(model, tokenizer, samples, *given, **named))[1])
+    for small, given in ((SMALL_MODEL, ()), (0, ()), (0, ('--history-plies', 2))):
+        monkeypatch.setattr('rookworld_nb.config.SMALL', small)
+        assert call('eval', '--model', tiny, '--suite', 'env', '--data', 'lines.txt', *given)[0] == 0
+    assert asked == ['g1f3', 'e2e4 e7e5 g1f3', 'e7e5 g1f3'] and call('eval', '--suite', 'env', '--history-plies', 0)[0] == 2
+
+
+def test_a_writer_that_is_not_installed_is_said_before_there_is_a_folder(call, cwd, monkeypatch):
+    monkeypatch.setitem(sys.modules, 'wandb', None)
+    code, _, said = call('train', '--wandb', 'chess', '--steps', 1, '--output-dir', 'run')
+    assert code == 2 and "pip install 'rookworld_nb[wandb]'" in said and not any(cwd.iterdir())
 
 
 def test_generate_keeps_the_order_whatever_the_batch(call, tiny):

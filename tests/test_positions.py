@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rookworld_nb.positions import (OPENINGS, SHIPPED, DataError, development_weight, PromptMix, Sample, with_history, generate_positions, is_rare, opening_positions, outcome, random_endgame, read_lines,
                                     seen_positions, shipped, split_by_position, spread, write_lines)
 from rookworld_nb.rules import env_step, fen_key, legal_moves
-from rookworld_nb.tasks import END_TEXT, parse_env, parse_policy
+from rookworld_nb.tasks import END_TEXT, format_env, format_policy, parse_env, parse_policy
 from rookworld_nb.weights import END_TOKEN
 
 
@@ -254,3 +254,10 @@ def test_a_line_may_hold_many_documents(tmp_path):
     (tmp_path/'text.txt').write_text(END_TOKEN + END_TOKEN.join(lines[:3]) + END_TOKEN + '\r\n' + END_TOKEN.join([*lines[3:], 'nonsense']))
     samples, malformed = read_lines(tmp_path/'text.txt')
     assert [sample.line for sample in samples] == lines and [number for number, _ in malformed] == [2]
+
+
+def test_a_line_is_read_in_the_spelling_that_a_model_knows():
+    fen = 'rnbqkbnr/pppppppp/8/8/4P3/8/PPPP1PPP/RNBQKBNR b KQkq e3 0 1'    # nobody can take
+    lines = [format_policy(fen, ('e7e5', 'c7c5'), (.3, .2)), format_env(fen, 'e7e5', None, *env_step(fen, 'e7e5'))]
+    (policy, env), malformed = read_lines(lines)
+    assert not malformed and policy.fen == env.fen == fen.replace('e3', '-') and lines[0].endswith(policy.completion) and lines[1].endswith(env.completion)

@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -23,11 +24,12 @@ import transformers
 
 import rookworld_nb.trainer
 from rookworld_nb import cli
-from rookworld_nb.checkpoint import CheckpointError, checkpoints_of, newest_checkpoint, read_checkpoint, write_checkpoint
+from rookworld_nb.checkpoint import (CheckpointError, checkpoints_of, fingerprint, model_bytes, newest_checkpoint, read_checkpoint,
+                                     write_checkpoint)
 from rookworld_nb.config import OPEN, RunError, TrainConfig
 from rookworld_nb.records import read_metrics
 from rookworld_nb.positions import shipped, write_lines
-from rookworld_nb.run import Run, alone_in, closing_table, levers, read_events, resumed_config, run_state, save_run, steer, train
+from rookworld_nb.run import Run, alone_in, closing_table, levers, origin_of, read_events, resumed_config, run_state, save_run, steer, train
 from rookworld_nb.setup import examine, planned_work
 from rookworld_nb.weights import load_pretrained, save_pretrained
 from short_runs import RATE, SHORT, TINY
@@ -247,6 +249,29 @@ def test_kill_9_of_the_command_at_any_moment(ending, tmp_path, capsys):
     assert contents(folder) == ending
 
 
+def test_rows_have_the_time_and_the_reference_stays_as_it_was(tmp_path):
+    run = Run(replace(TINY, steps=2, output_dir=str(tmp_path/'run')))
+    start, before = time.time(), run.origin['reference']
+    rows, read = list(run.steps()), [json.loads(line) for line in (tmp_path/'run'/'metrics.jsonl').read_text().splitlines()]
+    assert [row['time'] for row in rows] == [row['time'] for row in read] and start < rows[0]['time'] < rows[1]['time'] < time.time()
+    assert origin_of(run)['reference'] == before != fingerprint(model_bytes(run.model))
+    assert not any(parameter.requires_grad or parameter.grad is not None for parameter in run.reference.parameters())
+
+
+def test_memory_that_runs_out_is_said_with_what_takes_less(tmp_path, monkeypatch):
+    steps, take_step = [], rookworld_nb.trainer.take_step
+
+    def fail(*given):
+        if len(steps) == 3: raise error
+        steps.append(take_step(*given))
+    monkeypatch.setattr('rookworld_nb.trainer.take_step', fail)
+    error = torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2.00 GiB.\nMore')
+    with pytest.raises(RunError, match=r'memory ran out \(CUDA out of memory. Tried to allocate 2.00 GiB.\): .*--micro-batch-size .*--resume goes on after step 2'):
+        train(replace(TINY, output_dir=str(tmp_path/'run')))
+    steps, error = [0]*3, RuntimeError('ours')
+    with pytest.raises(RuntimeError, match='^ours$'): train(replace(TINY, output_dir=str(tmp_path/'other')))
+
+
 def test_more_steps_can_be_added(tmp_path):
     folder = tmp_path/'run'
     list(Run(replace(TINY, steps=2, output_dir=str(folder))).steps())
@@ -304,9 +329,10 @@ def test_a_run_from_before_there_was_a_setting_is_gone_on_with(tmp_path):
     with pytest.raises(RunError, match='--drop-tied true: the run in .* has false'): resumed_config(output_dir=str(folder), drop_tied=True)
 
 
-def test_a_run_without_held_out_positions_says_how_it_ended_and_how_long_it_took(tmp_path):
+def test_a_run_without_held_out_positions_says_how_it_ended_and_what_it_took(tmp_path, capsys):
     config = replace(TINY, steps=2, output_dir=str(tmp_path/'run'))
     assert train(config).empty
+    assert re.search(r'all 2 steps are done; 9 completions, \d+ tokens, 0\.\d minutes; run folder: ', capsys.readouterr().out)
     summary = json.loads((tmp_path/'run'/'summary.json').read_text())
     assert summary['stop_reason'] == 'all 2 steps are done' and summary['comparison'] == [] and 0 < summary['seconds'] < 600
     state = read_checkpoint(tmp_path/'run'/'final_checkpoint')

@@ -1,10 +1,12 @@
 "From a configuration to working parts, on the embedded model: what is looked at first, the plan, trials of a batch."
 import json
+from contextlib import closing
 from dataclasses import replace
 
+import chess
 import pytest
 
-from rookworld_nb.config import BY_SIZE, TrainConfig
+from rookworld_nb.config import BY_SIZE, RunError, TrainConfig
 from rookworld_nb.graphs import GraphDecoder
 from rookworld_nb.positions import DataError, by_task, is_rare, shipped, write_lines
 from rookworld_nb.records import read_metrics
@@ -43,6 +45,24 @@ def test_right_answers_need_prompts_to_answer(tmp_path):
     with pytest.raises(DataError, match='--answer-coef 0.5: the data hold no A: prompt with a legal move'): training_samples(replace(given, answer_coef=.5))
     write_lines([one for one in by_task(shipped('train'))['A'] if parse_env(one.completion).truncated], tmp_path/'policy.txt')
     with pytest.raises(DataError, match='with a legal move'): training_samples(replace(given, mix_env_ratio=1., answer_coef=.5))
+
+
+@pytest.mark.stockfish
+def test_the_answers_of_the_engine_are_kept_from_run_to_run(tmp_path, monkeypatch):
+    try: engine = find_stockfish()
+    except EngineNotFound as error: pytest.skip(str(error))
+    config = replace(SHORT, stockfish_path=engine, engine_cache=str(tmp_path/'deep'/'answers.db'), output_dir=str(tmp_path/'run'))
+    with closing(Setup(config)) as first: told = first.engine.analyse(chess.STARTING_FEN)
+    monkeypatch.setattr('rookworld_nb.rules._search', lambda *given: pytest.fail('asked again'))
+    with closing(Setup(config)) as second: assert second.engine.analyse(chess.STARTING_FEN) == told and (tmp_path/'deep'/'answers.db').exists()
+    with pytest.raises(RunError, match='--engine-cache .*: of no use without --stockfish-path'): replace(config, stockfish_path=None)
+
+
+def test_a_model_used_to_longer_histories_than_there_are_is_said(tmp_path, caplog):
+    Setup(replace(SHORT, output_dir=str(tmp_path/'run')))
+    assert 'history' not in caplog.text
+    Setup(replace(SHORT, history_plies=3, output_dir=str(tmp_path/'run')))
+    assert '--history-plies 3: no A: prompt shows more than 1 of the last moves' in caplog.text
 
 
 def test_a_few_positions_are_taken_from_everywhere_in_the_file(tmp_path, caplog):
@@ -140,7 +160,7 @@ def test_lines_of_the_evaluation_alone_are_named_as_such(tmp_path):
 def test_an_engine_does_not_outlive_a_failure(tmp_path, monkeypatch):
     class Engine:
         name, closed = 'an engine', []
-        def __init__(self, path, nodes): self.nodes = nodes
+        def __init__(self, path, nodes, cache): self.nodes = nodes
         def __enter__(self): return self
         def __exit__(self, *error): self.closed.append(self)
     monkeypatch.setattr('rookworld_nb.setup.Stockfish', Engine)

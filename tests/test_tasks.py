@@ -506,3 +506,9 @@ def test_constants():
 
 def test_a_prompt_without_its_answer_is_told_where_answers_come_from():
     with pytest.raises(TaskFormatError, match='a prompt without its answer, which `rookworld label` writes'): split_line('P: 8/8/8/8/8/k7/1r6/7K w - - 35 41')
+
+
+def test_a_history_ends_with_the_move():
+    told = START, 1., False, False
+    assert format_env(START, 'e2e4', ['a7a6', 'e2e4'], *told) and format_env(START, 'e2e4', [], *told)
+    with pytest.raises(TaskFormatError, match='must end with e2e4, not with a7a6'): format_env(START, 'e2e4', ['e2e4', 'a7a6'], *told)

@@ -259,7 +259,8 @@ def test_the_search_chooses_the_batch_and_leaves_no_trace(few_sizes, tmp_path, c
         record = json.loads((tmp_path/'auto'/folder/'memory_profiles.json').read_text())
         assert [(row['batch_positions'], row['effective_batch_size']) for row in record['profiles']] == [(2, 8), (3, 12)]
         assert record['optimal'] == record['profiles'][1] and all(size > 0 for size in record['components_gb'].values())
-    assert not (given.folder/'final_checkpoint'/'memory_profiles.json').exists()
+    own, = json.loads((given.folder/'final_checkpoint'/'memory_profiles.json').read_text())['profiles']    # without a search: what was taken
+    assert own['effective_batch_size'] == 12 and 0 < own['peak_gb'] < own['total_gb'] and own['utilization'] == own['peak_gb']/own['total_gb']
     assert cli.main(['train', '--resume', '--auto-batch-size', '--output-dir', str(tmp_path/'auto'), '--steps', '4']) == 0
     assert 'Memory profile' not in capsys.readouterr().err and (tmp_path/'auto'/'checkpoint-4'/'memory_profiles.json').exists()
 
@@ -270,7 +271,7 @@ def test_two_ways_to_choose_the_batch_are_one_too_many(tmp_path, capsys):
 
 
 def test_no_flag_is_forgotten():
-    elsewhere = {'compile', 'auto_batch_size', 'rank_timeout', 'output_dir', 'device', 'reference_device', 'resume', 'stockfish_path', 'eval_samples', 'micro_batch_size', 'gamma', 'gae_lambda', 'value_loss_coef'}
+    elsewhere = {'compile', 'auto_batch_size', 'rank_timeout', 'output_dir', 'device', 'reference_device', 'resume', 'stockfish_path', 'engine_cache', 'eval_samples', 'micro_batch_size', 'gamma', 'gae_lambda', 'value_loss_coef'}
     rewards = {*RewardTerms.__dataclass_fields__} - {*CASES}    # tests/test_config.py
     assert {*CASES} | elsewhere | rewards == {*TrainConfig.__dataclass_fields__} and not elsewhere & {*CASES}
 

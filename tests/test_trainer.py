@@ -1170,7 +1170,7 @@ def test_what_was_learned_from_is_let_go(model, replays, monkeypatch):
     made, alive, init = [], [], Experience.__init__
     monkeypatch.setattr(Experience, '__init__', lambda self, *given, **named: made.append(weakref.ref(self)) or init(self, *given, **named))
     trainer = Trainer(model, config(steps=12*replays), copy.deepcopy(model))
-    for _ in trainer.run(replay(collector(model), replays)): alive.append(sum(ref() is not None for ref in made))
+    for _ in trainer.run(rollouts=replay(collector(model), replays)): alive.append(sum(ref() is not None for ref in made))
     assert len(alive) == 12*replays <= len(made) and max(alive[4:]) <= max(alive[:4]) <= 3    # memory stays flat
 
 
