@@ -53,6 +53,7 @@ class PromptOptions:
     rare_env_ratio: float | None = 0.15  # share of rare outcomes among them; none: as they come
     history_plies: int | None = None  # last moves that an A: prompt shows; none: 1 for a small model, 10 a large one
     max_positions: int | None = None  # use only that many prompts of each task, from everywhere in the file; none: all
+    easy_first: int = 0               # first batches, whose P: prompts with few legal moves come first; 0: none
     stockfish_path: str | None = None  # judge P: answers with this engine (10,000 nodes), not by the targets
     engine_cache: str | None = None   # file that keeps the engine's answers, from run to run; none: they are not kept
     eval_policy: int = 1000           # shipped held-out P: positions evaluated before and after; 0: none
@@ -196,7 +197,7 @@ def check_kinds(
 # %% ../nbs/27_config.ipynb #eb00f9a9
 LEAST = {'steps': 1, 'batch_positions': 1, 'replays': 1, 'eval_every': 1, 'save_every': 1, 'keep_checkpoints': 1,
          'history_plies': 1, 'max_positions': 1, 'max_new_tokens': 1, 'buffer_capacity': 1, 'eval_samples': 1,
-         'eval_policy': 0, 'eval_env': 0, 'answer_positions': 1}
+         'eval_policy': 0, 'eval_env': 0, 'answer_positions': 1, 'easy_first': 0}
 OF_THE_GROUP = ('baseline_type', 'scale_rewards', 'drop_tied')    # of no use to a critic
 NEEDS = {'gamma': 'use_gae', 'gae_lambda': 'use_gae', 'value_loss_coef': 'use_gae', 'answer_positions': 'answer_coef',
          'kl_warmup_factor': 'kl_warmup_steps', 'normalize_momentum': 'normalize_rewards',
@@ -229,6 +230,8 @@ def idle_flags(
         wrong['penalty'] = 'of no use with --reward-shaping binary, which pays 0 or 1'
     if config.mix_env_ratio == 0 and config.rare_env_ratio not in (TrainConfig.rare_env_ratio, None):
         wrong['rare_env_ratio'] = 'of no use with --mix-env-ratio 0'
+    if config.mix_env_ratio == 1 and config.easy_first:
+        wrong['easy_first'] = 'of no use with --mix-env-ratio 1, without a P: prompt'
     if config.kl_warmup_factor == 0 and config.kl_warmup_steps >= config.steps:
         wrong['kl_warmup_steps'] = f'the KL would weigh nothing in all of --steps {config.steps}'
     return wrong

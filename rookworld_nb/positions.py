@@ -7,8 +7,8 @@ __all__ = ['logger', 'SHIPPED', 'PUZZLES', 'OPENINGS', 'CENTRE', 'HOME_RANK', 'P
            'spelled', 'text_file', 'data_files', 'lazy_lines', 'read_lines', 'warn_malformed', 'write_lines', 'shipped',
            'seen_positions', 'split_by_position', 'apart_from', 'shipped_positions', 'Position', 'opening_positions',
            'development_weight', 'random_play', 'random_endgame', 'generate_positions', 'by_task', 'with_history',
-           'spread', 'prompt_pools', 'Rounds', 'Blend', 'outcome', 'is_rare', 'env_stream', 'PromptMix', 'locked',
-           'replacing', 'reason_of']
+           'spread', 'prompt_pools', 'Rounds', 'Blend', 'outcome', 'is_rare', 'env_stream', 'EasyFirst', 'PromptMix',
+           'locked', 'replacing', 'reason_of']
 
 # %% ../nbs/04_positions.ipynb #8bbc9c47
 import gzip
@@ -439,9 +439,9 @@ class Blend:
     "Two endless streams as one, with an exact share of the second."
     def __init__(
         self,
-        first: 'Rounds|Blend',   # dealt where it is not the second's turn
-        second: 'Rounds|Blend',  # dealt for its share
-        share: float,            # of the second, 0 to 1
+        first: 'EasyFirst|Rounds',        # dealt where it is not the second's turn
+        second: 'Rounds|Blend',           # dealt for its share
+        share: float,                     # of the second, 0 to 1
     ):
         self.first, self.second, self.share = first, second, share
 
@@ -487,6 +487,20 @@ def env_stream(
     if rare_env_ratio is None or not all(kinds.values()): return Rounds(pool, f'{seed} A')
     return Blend(Rounds(kinds[False], f'{seed} A'), Rounds(kinds[True], f'{seed} rare A'), rare_env_ratio)
 
+# %% ../nbs/04_positions.ipynb #bdbd0e4f
+class EasyFirst:
+    "A stream whose first P: prompts come in the order of their difficulty: those with few legal moves first."
+    def __init__(
+        self,
+        stream: Rounds,  # of P: samples
+        count: float,    # how many are sorted; rounded up, as `Blend` does for its first stream
+    ):
+        self.stream, self.pool, first = stream, stream.pool, range(math.ceil(count - 1e-9))
+        self.first = sorted((stream[number] for number in first), key=lambda sample: len(legal_moves(sample.fen)))
+
+    def __getitem__(self, number: int) -> Sample:
+        return self.first[number] if number < len(self.first) else self.stream[number]
+
 # %% ../nbs/04_positions.ipynb #80eba654
 class PromptMix:
     "Endless batches with an exact share of A: prompts; batch k is a pure function of the samples, the seed and k."
@@ -497,10 +511,11 @@ class PromptMix:
         mix_env_ratio: float = .2,     # share of A: prompts, 0 to 1; kept exactly over any run of batches
         seed: int = 0,                 # order of the prompts
         rare_env_ratio: float | None = None,  # share of rare outcomes among the A: prompts; None: as they come
+        easy_first: int = 0,           # first batches, whose P: prompts come in the order of their difficulty
     ):
         pools = prompt_pools(samples, batch_positions, mix_env_ratio, rare_env_ratio)
-        env = env_stream(pools['A'], rare_env_ratio, seed)
-        self.stream = Blend(Rounds(pools['P'], f'{seed} P'), env, mix_env_ratio)
+        policy = EasyFirst(Rounds(pools['P'], f'{seed} P'), easy_first*batch_positions*(1 - mix_env_ratio))
+        self.stream = Blend(policy, env_stream(pools['A'], rare_env_ratio, seed), mix_env_ratio)
         self.batch_positions, self.drawn = batch_positions, 0
 
     def batch(
@@ -512,7 +527,6 @@ class PromptMix:
         return sorted(samples, key=lambda sample: sample.task == 'A')
 
     def __iter__(self): return self
-
     def __next__(self) -> list[Sample]:
         self.drawn += 1
         return self.batch(self.drawn-1)

@@ -35,6 +35,7 @@ from .evaluate import chance_line, compare, recall_table, select_rows
 from .flags import as_text
 from .hardware import (
     HardwareError, MemoryProfile, is_out_of_memory, peak_memory, total_memory, trim_memory)
+from .model import GPT
 from .positions import locked
 from .ranks import ALONE, Ranks, agree
 from .records import (
@@ -386,6 +387,9 @@ def next_row(
         for other in others: other.log(metrics)
         if arrived := run.buffer.arrived: writer.table(step, pd.concat([e.table for e in arrived], ignore_index=True))
         if run.trainer.broken is not None: writer.table(step, run.trainer.broken, 'skipped')
+        if run.trainer.failed is not None and run.ranks.first:    # for whoever wants to know why
+            (policy := GPT(run.model.cfg)).load_state_dict(run.trainer.failed)
+            write_checkpoint(run.folder/'failed', policy, run.tokenizer)
         if step % run.config.save_every == 0:
             if run.ranks.size > 1: agree(run.ranks, weights=fingerprint(model_bytes(run.model)))
             run.trainer.propose()    # what a recovery may go back to, if the next fresh samples find it sound

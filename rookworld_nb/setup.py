@@ -258,7 +258,7 @@ class Setup:
         "Put the parts around models and samples."
         self.config, self.scorer = config, RewardScorer(config.rewards, self.engine, self.ranks.spread, self.reward_fn)
         self.prompts = PromptMix(self.samples, config.batch_positions, config.mix_env_ratio, config.seed,
-                                 config.rare_env_ratio)
+                                 config.rare_env_ratio, config.easy_first)
         self.trainer = Trainer(self.model, config.trainer, self.reference, self.ranks, answers_of(self))
         self.collector = collector_of(self)
         self.buffer = RolloutBuffer(self.collector, config.buffer)

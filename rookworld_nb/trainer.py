@@ -575,7 +575,7 @@ def count_skipped(
 
 # %% ../nbs/19_trainer.ipynb #b79410db
 class Learner:
-    "Policy, critic and optimiser, and a state of them to go back to."
+    "Policy, critic and optimiser, and a state of them to go back to; `failed` is the policy from which it just went."
     def __init__(
         self,
         model: GPT,                               # the policy, changed in place
@@ -589,7 +589,7 @@ class Learner:
         self.model, self.config, self.ref_model, self.ranks, self.answers = model, config, ref_model, ranks, answers
         self.critic = Critic(model.cfg.n_embd).to(model.wte.weight) if config.use_gae else None
         self.optimizer, self.kl = build_optimizer(model, config, self.critic), KLController(config.kl)
-        self.health, self.good, self.proposed = Health(), {}, False
+        self.health, self.good, self.proposed, self.failed = Health(), {}, False, None
 
     def weights(self) -> dict[str, Any]:
         "What an update changes: references, not copies."
@@ -662,7 +662,7 @@ def update(
     parameters = [p for group in trainer.optimizer.param_groups for p in group['params']]
     norm = float(nn.utils.clip_grad_norm_(parameters, config.grad_clip))
     finite = math.isfinite(metrics['loss'] + norm + metrics.get('kl', 0.))
-    trainer.broken = None if finite else experience.table.assign(broken=broken)
+    trainer.broken, trainer.failed = None if finite else experience.table.assign(broken=broken), None
     count_skipped(health, step, finite, tokens)
     if not tokens: metrics = {'loss': metrics['loss']}    # of no token there is no KL, no ratio and no entropy
     trainer.failure = find_failure(health, metrics, config)
@@ -686,6 +686,7 @@ def recover(
 ) -> bool:               # whether there was a try left
     "Back to the last good state: to go on at half the learning rate, or to end there."
     health, most = trainer.health, trainer.config.max_recoveries
+    trainer.failed = {name: weight.detach().cpu().clone() for name, weight in trainer.model.state_dict().items()}
     trainer.load_weights(trainer.good)
     trainer.proposed = False
     if (tried := health.recoveries - health.spent) >= most:

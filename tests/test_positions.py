@@ -261,3 +261,14 @@ def test_a_line_is_read_in_the_spelling_that_a_model_knows():
     lines = [format_policy(fen, ('e7e5', 'c7c5'), (.3, .2)), format_env(fen, 'e7e5', None, *env_step(fen, 'e7e5'))]
     (policy, env), malformed = read_lines(lines)
     assert not malformed and policy.fen == env.fen == fen.replace('e3', '-') and lines[0].endswith(policy.completion) and lines[1].endswith(env.completion)
+
+
+@pytest.mark.parametrize('env_ratio', [0., .3])
+def test_a_curriculum_sorts_the_prompts_that_a_run_begins_with_and_no_others(env_ratio):
+    samples = shipped('train')[:300] + shipped('train')[-60:]
+    mixes = [PromptMix(samples, 7, env_ratio, 5, easy_first=n) for n in (4, 0)]
+    easy, usual = ([sample for k in range(4) for sample in mix.batch(k)] for mix in mixes)
+    counts = [len(legal_moves(sample.fen)) for sample in easy if sample.task == 'P']
+    assert counts == sorted(counts) and len({*counts}) > 5
+    assert {*easy} == {*usual} and easy != usual and [s for s in easy if s.task == 'A'] == [s for s in usual if s.task == 'A']
+    assert [mixes[0].batch(k) for k in (9, 4)] == [mixes[1].batch(k) for k in (9, 4)] and mixes[0].stream.pool == mixes[1].stream.pool

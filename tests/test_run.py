@@ -730,6 +730,8 @@ def test_a_diverged_run_that_is_given_more_steps_does_not_learn_from_the_failed_
     config = replace(TINY, steps=6, lr=1., warmup_steps=0, replays=2, max_recoveries=0, output_dir=str(tmp_path/'run'))
     run = Run(config)
     assert list(run.steps()) and run.trainer.diverged and run.trainer.step < 6
+    failed, good = (load_pretrained(str(tmp_path/'run'/name))[0].wte.weight for name in ('failed', 'final_checkpoint'))
+    assert good.equal(run.reference.wte.weight) and not failed.isclose(good, atol=.1).all()    # a step of 1 is what it was thrown off by
     same = Run(resumed_config(output_dir=str(tmp_path/'run')))    # to be examined, say: the end stays the end
     assert not list(same.steps()) and same.trainer.diverged and same.trainer.step == run.trainer.step
     assert same.trainer.stop_reason == run.trainer.stop_reason and 'diverged at step' in same.trainer.stop_reason

@@ -18,6 +18,7 @@ from rookworld_nb.config import BY_SIZE, TrainConfig
 from rookworld_nb.positions import by_task, is_rare, shipped, spread, write_lines
 from rookworld_nb.records import metric_rows, read_completions
 from rookworld_nb.rewards import RewardTerms
+from rookworld_nb.rules import legal_moves
 from rookworld_nb.tasks import env_prompt, parse_env
 from rookworld_nb.weights import load_pretrained
 
@@ -72,6 +73,7 @@ def stops_early(words): return lambda plain, run: len(run.rows) < 3 and words in
 def stops_after_one_recovery(plain, run): return len(run.rows) < 9 and column(run, 'recoveries')[-1] == 1 and 'after 1 recoveries' in run.said
 def weights(run): return load_file(run.folder/'final_checkpoint'/'model.safetensors')
 def rare_prompts(run): return {RARE[prompt] for table in run.tables for prompt in table['prompt'] if prompt.startswith('A:')}
+def moves_asked(run): return [len(legal_moves(prompt[3:])) for table in run.tables for prompt in table['prompt'].unique() if prompt.startswith('P:')]
 def first_answers(count):
     model, tokenizer = load_pretrained('nano')
     samples = spread(by_task(shipped('train'))['A'], SHORT['--max-positions'])
@@ -86,6 +88,7 @@ CASES = {
     'mix_env_ratio': ({'--mix-env-ratio': 0}, lambda plain, run: set(column(run, 'task_P/fraction')) == {1} != set(column(plain, 'task_P/fraction'))),
     'rare_env_ratio': ({'--rare-env-ratio': 1}, lambda plain, run: rare_prompts(run) == {True} and rare_prompts(plain) == {False}),
     'history_plies': ({'--history-plies': 2, '--mix-env-ratio': 1, '--eval-env': 0}, lambda plain, run: {len(p.split('+')[2].split()) for t in run.tables for p in t['prompt']} == {2}),
+    'easy_first': ({'--easy-first': 2, '--batch-positions': 4}, lambda plain, run: moves_asked(run) == [4, 26, 27, 30]),    # without: 27, 30, 4, 26
     'max_positions': ({'--max-positions': 1}, lambda plain, run: len({p for t in run.tables for p in t['prompt']}) == 2),
     'eval_policy': ({'--eval-policy': 3, '--eval-samples': 1}, lambda plain, run: 'best_move_accuracy' in run.said and summary(run, 'P', 'n') == {3}),
     'eval_env': ({'--eval-env': 2, '--eval-samples': 1}, lambda plain, run: 'state_exact' in run.said and summary(run, 'A', 'n') == {2}),
