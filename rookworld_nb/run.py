@@ -6,9 +6,9 @@
 __all__ = ['logger', 'ENDINGS', 'SHOWN', 'origin_of', 'run_state', 'memory_so_far', 'save_run', 'check_origin', 'read_object',
            'is_going_on', 'restore_run', 'resumed_config', 'asked_for', 'NoWriter', 'interrupted_afterwards',
            'terminated_as_interrupted', 'make_folder', 'alone_in', 'check_settled', 'alone_and_current', 'writer_of',
-           'starting_config', 'Run', 'next_row', 'write_events', 'is_event', 'read_events', 'levers', 'steer',
-           'cost_of', 'run_summary', 'finish', 'first_update_line', 'memory_in_words', 'cut_off_line', 'follow',
-           'closing_table', 'train']
+           'starting_config', 'Run', 'save_failed', 'next_row', 'write_events', 'is_event', 'read_events', 'levers',
+           'steer', 'cost_of', 'run_summary', 'finish', 'first_update_line', 'memory_in_words', 'cut_off_line',
+           'follow', 'closing_table', 'train']
 
 # %% ../nbs/31_run.ipynb #c51d5da5
 import json
@@ -366,6 +366,16 @@ class Run(Setup):
                     if self.ranks.first: save_reward_curve(read_metrics(self.folder), self.folder/'reward.png')
 
 # %% ../nbs/31_run.ipynb #e3f20aab
+def save_failed(
+    run: Run,  # whose latest step was followed by a recovery
+) -> None:
+    "Keep the weights that it took back, for whoever wants to know why; of NaN there is nothing to know."
+    failed = run.trainer.failed
+    if run.ranks.first and all(weight.isfinite().all() for weight in failed.values()):
+        (policy := GPT(run.model.cfg)).load_state_dict(failed)
+        write_checkpoint(run.folder/'failed', policy, run.tokenizer)
+
+
 def next_row(
     run: Run,                            # between two steps
     source: Iterator[dict[str, float]],  # its trainer's rows
@@ -387,9 +397,7 @@ def next_row(
         for other in others: other.log(metrics)
         if arrived := run.buffer.arrived: writer.table(step, pd.concat([e.table for e in arrived], ignore_index=True))
         if run.trainer.broken is not None: writer.table(step, run.trainer.broken, 'skipped')
-        if run.trainer.failed is not None and run.ranks.first:    # for whoever wants to know why
-            (policy := GPT(run.model.cfg)).load_state_dict(run.trainer.failed)
-            write_checkpoint(run.folder/'failed', policy, run.tokenizer)
+        if run.trainer.failed is not None: save_failed(run)
         if step % run.config.save_every == 0:
             if run.ranks.size > 1: agree(run.ranks, weights=fingerprint(model_bytes(run.model)))
             run.trainer.propose()    # what a recovery may go back to, if the next fresh samples find it sound

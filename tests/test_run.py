@@ -740,6 +740,17 @@ def test_a_diverged_run_that_is_given_more_steps_does_not_learn_from_the_failed_
     assert not again.trainer.diverged and row['rollout_age'] == 0 and row['ratio_max'] == pytest.approx(1, abs=1e-3)
 
 
+def test_a_policy_that_became_nan_is_recovered_from_and_not_kept(tmp_path, monkeypatch):
+    run, take_step, ruined = Run(replace(TINY, output_dir=str(tmp_path/'run'))), rookworld_nb.trainer.take_step, []
+
+    def ruin(*given):
+        take_step(*given)
+        if run.trainer.step == 3 and not ruined: ruined.append(run.model.wte.weight.data.fill_(math.nan))
+    monkeypatch.setattr('rookworld_nb.trainer.take_step', ruin)
+    assert [row['recoveries'] for row in run.steps()][-1] == 1 and run.trainer.step == 6 and ruined
+    assert not (tmp_path/'run'/'failed').exists() and load_pretrained(str(tmp_path/'run'/'final_checkpoint'))
+
+
 def test_a_run_whose_step_was_broken_off_is_not_gone_on_with_as_it_is(tmp_path, monkeypatch):
     run = Run(replace(TINY, output_dir=str(tmp_path/'run')))
     steps = run.steps()
