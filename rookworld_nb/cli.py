@@ -615,8 +615,8 @@ def train(
     from rookworld_nb.setup import planned_work
     if (resume := config.get('resume')) and preset != 'nano':
         raise UsageError(f'--preset {preset}: not with --resume, which goes on with the settings of the run')
-    for asked, module, extra in ((tensorboard, 'torch.utils.tensorboard', 'tensorboard'), (wandb, 'wandb', 'wandb')):
-        if asked: optional_module(module, extra)    # what is missing is said before there is a folder
+    for asked, writer in ((tensorboard, TensorBoardWriter), (wandb, WandbWriter)):
+        if asked: optional_module(*writer.NEEDS)    # what is missing is said before there is a folder
     writers = [lambda folder, _: TensorBoardWriter(folder/'tensorboard')] if tensorboard else []
     writers += [lambda _, settings: WandbWriter(wandb, settings)] if wandb else []
     known = config

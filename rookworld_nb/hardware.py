@@ -7,8 +7,8 @@ __all__ = ['PRECISIONS', 'COMPILE_MODES', 'logger', 'CGROUPS', 'SIZES', 'OUT_OF_
            'matmul_error', 'exact_precision', 'forward_operations', 'group_operations', 'product_rate', 'measured_rate',
            'set_allocator', 'prepare_model', 'machine_name', 'use_hardware', 'KeptForBackward', 'Kept', 'tensor_bytes',
            'kv_cache_bytes', 'adam_bytes', 'proc_bytes', 'container_room', 'trim_memory', 'reset_peak', 'peak_memory',
-           'total_memory', 'MemoryProfile', 'is_out_of_memory', 'completes', 'memory_limit', 'unchanged', 'BatchSearch',
-           'search_batch', 'profile_lines']
+           'total_memory', 'MemoryProfile', 'profile_of', 'is_out_of_memory', 'completes', 'memory_limit', 'unchanged',
+           'BatchSearch', 'search_batch', 'profile_lines']
 
 # %% ../nbs/11_hardware.ipynb #93a7b872
 import ctypes
@@ -347,6 +347,17 @@ class MemoryProfile:
     effective_batch_size: int  # completions
 
 
+def profile_of(
+    device: torch.device | str,  # whose memory is watched
+    room: int,                   # what there was, bytes
+    batch_positions: int,        # prompts
+    group_size: int,             # completions of each
+) -> MemoryProfile:
+    "What a batch has taken since `reset_peak`."
+    peak, total = peak_memory(device)/1e9, room/1e9
+    return MemoryProfile(peak, total, peak/total, batch_positions, group_size, batch_positions*group_size)
+
+# %% ../nbs/11_hardware.ipynb #849472a7
 #: What is tried: 2 to 128 positions with 4 completions each.
 SIZES = tuple((2**power, 4) for power in range(1, 8))
 OUT_OF_MEMORY = re.compile("out of memory|not enough memory|bad_alloc|bad allocation|Cannot allocate memory"
@@ -451,11 +462,10 @@ def search_batch(
             reset_peak(device)
             if not completes(trial, (positions, group)):
                 return BatchSearch(tuple(profiles), target, f'out of memory at {positions} x {group}')
-            peak, total = peak_memory(device)/1e9, room/1e9
-            profile = MemoryProfile(peak, total, peak/total, positions, group, positions*group)
+            profile = profile_of(device, room, positions, group)
             profiles.append(profile)
             logger.info('Memory profile: %d positions x %d completions, peak %.2f of %.2f GB (%.1f %%)', positions,
-                        group, peak, total, 100*profile.utilization)
+                        group, profile.peak_gb, profile.total_gb, 100*profile.utilization)
             if profile.utilization > target:
                 return BatchSearch(tuple(profiles), target, f'{positions} x {group} takes more than {target:.0%}')
     return BatchSearch(tuple(profiles), target, 'the largest size tried')

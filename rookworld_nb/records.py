@@ -263,12 +263,13 @@ def measured(
 # %% ../nbs/21_records.ipynb #98ca12bb
 class TensorBoardWriter(MetricWriter):
     "Scalars for TensorBoard, under the names of the log; needs the extra `tensorboard`."
+    NEEDS = 'torch.utils.tensorboard', 'tensorboard'
 
     def __init__(
         self,
         folder: str | Path,  # for the event files; one folder a run
     ) -> None:
-        self._open = optional_module('torch.utils.tensorboard', 'tensorboard').SummaryWriter
+        self._open = optional_module(*self.NEEDS).SummaryWriter
         self.folder, self._board = Path(folder), None
 
     def log(
@@ -291,6 +292,7 @@ class TensorBoardWriter(MetricWriter):
 # %% ../nbs/21_records.ipynb #ae8555eb
 class WandbWriter(MetricWriter):
     "Rows for Weights & Biases; needs the extra `wandb`."
+    NEEDS = 'wandb', 'wandb'
 
     def __init__(
         self,
@@ -298,7 +300,7 @@ class WandbWriter(MetricWriter):
         config: object = None,  # a mapping or dataclass, shown beside the run
         **options: Any,         # for wandb.init: name, entity, mode='offline', ...
     ) -> None:
-        wandb = optional_module('wandb', 'wandb')
+        wandb = optional_module(*self.NEEDS)
         self._run = wandb.init(project=project, config=plain(config or {}), **options)
 
     def log(

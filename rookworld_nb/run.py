@@ -34,7 +34,7 @@ from .config import FREE, MOVABLE, OPEN, RunError, TrainConfig
 from .evaluate import chance_line, compare, recall_table, select_rows
 from .flags import as_text
 from .hardware import (
-    HardwareError, MemoryProfile, is_out_of_memory, peak_memory, total_memory, trim_memory)
+    HardwareError, is_out_of_memory, profile_of, total_memory, trim_memory)
 from .model import GPT
 from .positions import locked
 from .ranks import ALONE, Ranks, agree
@@ -72,10 +72,10 @@ def memory_so_far(
     run: 'Run',  # with its model in place
 ) -> dict[str, Any]:  # for memory_profiles.json: `profiles`, empty where the system does not tell
     "The most memory that this process has taken, in the form of a search for the batch."
-    device, (batch, group) = run.model.wte.weight.device, (run.config.batch_positions, run.config.group_size)
-    try: peak, total = peak_memory(device)/1e9, total_memory(device)/1e9
+    device = run.model.wte.weight.device
+    try: own = profile_of(device, total_memory(device), run.config.batch_positions, run.config.group_size)
     except HardwareError: return {'profiles': []}
-    return {'profiles': [asdict(MemoryProfile(peak, total, peak/total, batch, group, batch*group))]}
+    return {'profiles': [asdict(own)]}
 
 
 def save_run(

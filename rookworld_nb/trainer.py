@@ -686,7 +686,7 @@ def recover(
 ) -> bool:               # whether there was a try left
     "Back to the last good state: to go on at half the learning rate, or to end there."
     health, most = trainer.health, trainer.config.max_recoveries
-    trainer.failed = {name: weight.detach().cpu().clone() for name, weight in trainer.model.state_dict().items()}
+    trainer.failed = {name: weight.to('cpu', copy=True) for name, weight in trainer.model.state_dict().items()}
     trainer.load_weights(trainer.good)
     trainer.proposed = False
     if (tried := health.recoveries - health.spent) >= most:
