@@ -25,6 +25,7 @@ import torch
 from .checkpoint import fingerprint, model_bytes
 from .config import FREE, TrainConfig
 from .kl import EXACT_KL
+from .model import num_parameters
 from .records import read_metrics, write_atomic
 from .rewards import RewardScorer
 from .run import Run, alone_in, read_object
@@ -201,7 +202,7 @@ def planned_runs(
     "What is still to be run; results and run folders made with other settings are refused."
     results, cells = read_results(folder).drop_duplicates(['cell', 'seed']), cells_of(studies)
     made = {(row.cell, row.seed): row.settings for row in results.itertuples()}
-    size = sum(parameter.numel() for parameter in load_pretrained('nano')[0].parameters())
+    size = num_parameters(load_pretrained('nano')[0])
     runs = {(cell, seed): TrainConfig(**SHARED | changes, seed=seed).for_size(size)
             for seed in range(1, seeds + 1) for cell, changes in cells.items()}
     for (cell, seed), config in runs.items():

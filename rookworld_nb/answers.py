@@ -76,8 +76,8 @@ def answer_logprobs(
 ) -> Tensor:           # (n,) nats, at most 0
     "Log-probability of each whole answer, end token included: those of its tokens added up."
     a = answers
-    logprobs, _ = completion_logprobs(model, a.prompt_ids, a.prompt_mask, a.completion_ids, a.group_size, 1.,
-                                      a.completion_mask, with_entropy=False)
+    logprobs, _ = completion_logprobs(model, a.prompt_ids, a.prompt_mask, a.completion_ids, a.completion_mask,
+                                      a.group_size, 1., with_entropy=False)
     return logprobs.sum(1)
 
 # %% ../nbs/18_answers.ipynb #f2e4e7bd

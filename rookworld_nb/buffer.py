@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['PROMPT_FIELDS', 'CountingTask', 'counting_policy', 'RolloutPart', 'mean_advantages', 'judged_groups', 'idle_groups',
            'Experience', 'spread_of', 'reward_metrics', 'component_metrics', 'completion_metrics', 'CollectorConfig',
-           'without_end', 'check_reference', 'ask_reference', 'advantages_of', 'assemble', 'priced', 'task_shares',
-           'check_price', 'stack_rows', 'of_all', 'group_work', 'share_of', 'Collector', 'BufferConfig', 'StoredGroup',
-           'put_together', 'stored_groups', 'check_room', 'next_groups', 'usable_groups', 'is_wanting',
+           'without_end', 'check_reference', 'sample_shares', 'ask_reference', 'advantages_of', 'assemble', 'priced',
+           'task_shares', 'score_all', 'stack_rows', 'of_all', 'group_work', 'share_of', 'Collector', 'BufferConfig',
+           'StoredGroup', 'put_together', 'stored_groups', 'check_room', 'next_groups', 'usable_groups', 'is_wanting',
            'buffer_metrics', 'RolloutBuffer', 'part_state', 'part_from', 'experience_state', 'collector_state',
            'restore_collector', 'buffer_state', 'restore_buffer']
 
@@ -32,7 +32,7 @@ from .kl import SettingError, check_count, check_option, per_token_kl
 from .model import GPT, GPTConfig
 from .positions import Sample, by_task
 from .ranks import ALONE, Ranks
-from .rewards import Scores
+from .rewards import BadScores, Scores
 from .sampling import COLDEST, Rollouts, completion_hidden, hidden_logprobs
 from .sampling import sample as sample_completions
 from .tasks import ANSWER_TOKENS
@@ -109,7 +109,7 @@ def counting_policy(
 @dataclass(frozen=True)
 class RolloutPart:
     "The groups of one task inside an experience: what was written, what it earned, and what the reference makes of it."
-    task: str                    # 'P' or 'A'
+    task: str                    # 'P', 'A' or the name of another task
     samples: tuple[Sample, ...]  # B prompts
     rollouts: Rollouts           # N = B*group_size completions; `rollouts.logprobs` are the old log-probabilities
     rewards: Tensor              # (N,) fp32, of whole answers; less the price of the KL where there is one
@@ -235,25 +235,30 @@ def reward_metrics(
 ) -> dict[str, float]:
     "Rewards before price and normalisation, over all that was judged; and the share of ties, which a price can part."
     table, size = experience.table, experience.group_size
-    rewards = torch.tensor(table['reward'].to_numpy(), dtype=torch.float64)
+    rewards = torch.tensor(table['reward'].to_numpy('float64'))
     earned = torch.cat([part.rewards.cpu() for part in experience.parts]).view(-1, size)
-    judged, known = torch.tensor(table['raw'].notna().to_numpy()), judged_groups(table['raw'], size)
-    groups = rewards.view(-1, size)[known] if known.any() else rewards.view(-1, size)
-    rewards, earned = rewards[judged] if judged.any() else rewards, earned[known] if known.any() else earned
-    of_tasks = {f'task_{task}/{name}': value for task, some in table[judged.numpy()].groupby('task')['reward']
-                for name, value in ({'reward': float(some.mean())} | spread_of(torch.tensor(some.to_numpy()))).items()}
-    return {'reward': float(rewards.mean()), 'reward_std': float(groups.std(1).mean()), **spread_of(rewards),
+    judged, compared = torch.tensor(table['raw'].notna().to_numpy()), judged_groups(table['raw'], size)
+    of_tasks = {}
+    for task, some in table[judged.numpy()].groupby('task')['reward']:
+        values = torch.tensor(some.to_numpy('float64'))
+        found = {'reward': float(values.mean())} | spread_of(values)
+        of_tasks |= {f'task_{task}/{name}': value for name, value in found.items()}
+    unjudged = float((~judged).double().mean())
+    if not judged.any(): judged = ~judged    # where the engine was silent about all, all count as they are
+    if not compared.any(): compared = ~compared
+    groups, earned = rewards.view(-1, size)[compared], earned[compared]
+    return {'reward': float(rewards[judged].mean()), 'reward_std': float(groups.std(1).mean()),
+            **spread_of(rewards[judged]),
             'frac_reward_zero_std': float((earned == earned[:, :1]).all(1).double().mean()),
-            'completions/unjudged': float((~judged).double().mean()),
-            **of_tasks, 'task_P/fraction': float((table['task'] == 'P').mean())}
+            'completions/unjudged': unjudged, **of_tasks, 'task_P/fraction': float((table['task'] == 'P').mean())}
 
-
+# %% ../nbs/17_buffer.ipynb #d5ecdf5f
 def component_metrics(
     table: pd.DataFrame,  # of an `Experience`
 ) -> dict[str, float]:    # rewards/P_format/mean, rewards/P_format/std, ...
     "Mean and standard deviation of every reward component, each task for itself."
     known = {'prompt', 'completion', 'tokens', 'clipped', 'advantage', 'task', 'raw', 'reward'}
-    scores = table[[name for name in table.columns if name not in known]]
+    scores = table[[name for name in table.columns if name not in known]].select_dtypes(['number', 'bool'])
     found = {}
     for task, rows in scores.groupby(table['task']):
         for name, values in rows.dropna(axis=1, how='all').items():
@@ -261,7 +266,7 @@ def component_metrics(
             found[f'rewards/{task}_{name}/std'] = float(values.std(ddof=0))
     return found
 
-# %% ../nbs/17_buffer.ipynb #d5ecdf5f
+
 def completion_metrics(
     experience: Experience,  # a scored batch
 ) -> dict[str, float]:
@@ -279,7 +284,7 @@ class CollectorConfig:
     "How prompts become experiences."
     group_size: int = 8               # completions per prompt, at least 2: they are compared with each other
     temperature: float = 0.7          # of sampling, > 0; the loss uses the same
-    max_new_tokens_policy: int = ANSWER_TOKENS  # longest P: completion, in tokens
+    max_new_tokens_policy: int = ANSWER_TOKENS  # longest P: completion, or of any task but A:, in tokens
     max_new_tokens_env: int = ANSWER_TOKENS  # longest A: completion, in tokens
     baseline: str = 'group_mean'      # what a reward is compared with: group_mean | ema | adaptive | leave_one_out
     scale_rewards: str = 'group'      # what the difference is divided by: group | batch | none
@@ -322,6 +327,21 @@ def check_reference(
         raise SettingError('the reference is the policy itself; give a copy that stays as it is (copy.deepcopy)')
 
 # %% ../nbs/17_buffer.ipynb #a39d9fe3
+def sample_shares(
+    model: GPT,            # the policy
+    tokenizer: Tokenizer,  # its own
+    shares: Sequence[tuple[Sample, ...]],  # the prompts of each task
+    config: CollectorConfig,               # group size, temperature, limits
+    generator: torch.Generator,            # of the random numbers
+    ranks: Ranks,                          # who works together
+) -> list[Rollouts]:                       # of each task what this process samples
+    "Answer prompts, each task with its own limit; a task other than A: has that of P:."
+    limits = [config.max_new_tokens_env if share[0].task == 'A' else config.max_new_tokens_policy for share in shares]
+    return [sample_completions(model, tokenizer, [sample.prompt for sample in share], config.group_size, limit,
+                               config.temperature, generator, ranks.share(len(share)))
+            for share, limit in zip(shares, limits)]
+
+
 @torch.no_grad()
 def ask_reference(
     ref_model: GPT | None,  # the frozen reference
@@ -337,7 +357,7 @@ def ask_reference(
     logprobs, dense = r.logprobs, ref_model.wte.weight.new_zeros(wide) if with_hidden else None
     if r.texts:    # else other processes have all of this task
         hidden = completion_hidden(ref_model, r.prompt_ids, r.prompt_mask, r.completion_ids, mask, r.group_size)
-        logprobs, _ = hidden_logprobs(ref_model, hidden, r.completion_ids, r.temperature, mask, with_entropy=False)
+        logprobs, _ = hidden_logprobs(ref_model, hidden, r.completion_ids, mask, r.temperature, with_entropy=False)
         if with_hidden:
             dense[mask] = hidden
     return logprobs.to(here), None if dense is None else dense.to(here)
@@ -407,13 +427,21 @@ def task_shares(
     return [tuple(share) for share in by_task(prompts).values() if share]
 
 
-def check_price(
-    penalty: Callable[[], float] | None,  # of a `Collector`
-    credit: Callable[..., Tensor] | None,  # likewise
-) -> None:
-    "Raise SettingError where whole answers pay a price and parts are compared."
-    if penalty is not None and credit is not None:
-        raise SettingError('a KL taken from the rewards (penalty) belongs to whole answers: no credit by part')
+def score_all(
+    scorer: Callable[..., Scores | Sequence[float]],  # (prompts, completions, targets) -> `Scores`, or plain rewards
+    shares: Sequence[tuple[Sample, ...]],  # the prompts of each task
+    rollouts: Sequence[Rollouts],          # their completions
+) -> Scores:                               # of all completions, task after task
+    "Ask the scorer once; plain rewards get a table that says no more than they do."
+    rows = [sample for share, done in zip(shares, rollouts) for sample in share for _ in range(done.group_size)]
+    texts = [text for done in rollouts for text in done.texts]
+    given = scorer([row.prompt for row in rows], texts, [row.completion or None for row in rows])
+    rewards = torch.as_tensor(given.rewards if isinstance(given, Scores) else given, dtype=torch.float32).cpu()
+    if rewards.shape != (len(texts),):
+        raise BadScores(f'the scorer gave {tuple(rewards.shape)} rewards for {len(texts)} completions: one for each')
+    if isinstance(given, Scores): return given
+    table = {'task': [row.task for row in rows], 'raw': rewards.tolist(), 'reward': rewards.tolist()}
+    return Scores(rewards, pd.DataFrame(table))
 
 # %% ../nbs/17_buffer.ipynb #8c73b49f
 def stack_rows(
@@ -479,14 +507,15 @@ class Collector:
         ref_model: GPT | None,             # the frozen reference; None where no KL is wanted
         tokenizer: Tokenizer,              # of both
         prompts: Iterable[list[Sample]],   # batches of prompts, the tasks mixed as they come; a `PromptMix`
-        scorer: Callable[..., Scores],     # (prompts, completions, targets) -> Scores; a `RewardScorer`
+        scorer: Callable[..., Scores | Sequence[float]],  # (prompts, completions, targets) -> Scores, or plain rewards
         config: CollectorConfig = CollectorConfig(),  # group size, temperature, limits, advantages
         penalty: Callable[[], float] | None = None,   # weight of the KL that is taken from the rewards; None: it is not
         ranks: Ranks = ALONE,              # the processes that share the work
         credit: Callable[..., Tensor] | None = None,  # pays each part of an answer for itself; a `PartCredit`
     ) -> None:
-        check_price(penalty, credit)
         check_reference(model, ref_model)
+        if penalty is not None and credit is not None:
+            raise SettingError('a KL taken from the rewards (penalty) belongs to whole answers: no credit by part')
         self.model, self.ref_model, self.tokenizer, self.scorer = model, ref_model, tokenizer, scorer
         self.prompts, self.config, self.penalty, self.ranks, self.credit = iter(prompts), config, penalty, ranks, credit
         self.tracker, self.generator = EMATracker(), torch.Generator().manual_seed(config.seed)
@@ -494,21 +523,18 @@ class Collector:
 
     def __iter__(self) -> Iterator[Experience]: return self
     def __next__(self) -> Experience:
-        c, start, paid, shares = self.config, time.perf_counter(), None, task_shares(next(self.prompts))
-        limits = [c.max_new_tokens_policy if share[0].task == 'P' else c.max_new_tokens_env for share in shares]
-        own = [sample_completions(self.model, self.tokenizer, [s.prompt for s in share], c.group_size, limit,
-                                  c.temperature, self.generator, self.ranks.share(len(share)))
-               for share, limit in zip(shares, limits)]
-        seconds, asked = time.perf_counter() - start, [ask_reference(self.ref_model, d, c.keep_ref_hidden) for d in own]
+        c, start, shares = self.config, time.perf_counter(), task_shares(next(self.prompts))
+        own = sample_shares(self.model, self.tokenizer, shares, c, self.generator, self.ranks)
+        seconds = time.perf_counter() - start
+        asked = [ask_reference(self.ref_model, done, c.keep_ref_hidden) for done in own]
         rollouts, references = zip(*(of_all(self.ranks, *pair, self.end_id) for pair in zip(own, asked)))
-        texts = [text for done in rollouts for text in done.texts]
-        rows = [sample for share in shares for sample in share for _ in range(c.group_size)]
-        scores = self.scorer([s.prompt for s in rows], texts, [s.completion or None for s in rows])
+        scores, paid = score_all(self.scorer, shares, rollouts), None
         if self.penalty: scores, paid = priced(scores, rollouts, references, self.penalty())
         compare = partial(compute_advantages, baseline=c.baseline, scale_rewards=c.scale_rewards, tracker=self.tracker)
         advantages = advantages_of(shares, rollouts, scores, compare, self.credit)
         parts = assemble(shares, rollouts, scores, advantages, references, self.end_id, c.mask_truncated)
-        self.num_tokens, self.collected = self.num_tokens + sum(part.num_tokens for part in parts), self.collected + 1
+        self.num_tokens += sum(part.num_tokens for part in parts)
+        self.collected += 1
         return Experience(parts, c.group_size, c.longest, self.num_tokens, seconds, self.collected, paid)
 
 # %% ../nbs/17_buffer.ipynb #2cc444e1

@@ -106,7 +106,7 @@ def read_checkpoint(
 
 # %% ../nbs/29_checkpoint.ipynb #7dd348e1
 #: What `write_checkpoint` and `save_pretrained` call a folder while they write; anything else is somebody's own.
-ASIDE = re.compile(r'\.{1,2}(checkpoint(-\d+)?|final_checkpoint)\.(old|part)(\.\d+\.partial)?')
+ASIDE = re.compile(r'\.{1,2}(checkpoint(-\d+)?|final_checkpoint|failed)\.(old|part)(\.\d+\.partial)?')
 
 
 def left_aside(

@@ -232,7 +232,7 @@ def check_row(
 
 def score(
     *files: str,                         # files of JSON lines {prompt, completion[, target]}; none: standard input
-    rewards,                             # what was given of a rewards.RewardConfig, one flag each
+    config,                              # what was given of a rewards.RewardConfig, one flag each
     engine: bool = False,                # ask Stockfish about P: prompts without a target
     nodes: int | None = None,            # Stockfish's search limit per position, with --engine; none: 10,000 nodes
     stockfish_path: str | None = None,   # the executable; none looks for it
@@ -240,7 +240,7 @@ def score(
     "Write the same lines in the same order with reward and components."
     from rookworld_nb.rewards import RewardConfig, RewardScorer
     from rookworld_nb.rules import LABEL_NODES, Stockfish
-    settings, asks = RewardConfig(**rewards), engine or stockfish_path is not None
+    settings, asks = RewardConfig(**config), engine or stockfish_path is not None
     at_least_one(nodes=nodes)
     if nodes and not asks: raise UsageError(f'--nodes {nodes}: only with --engine or --stockfish-path')
     places, rows = zip(*read_rows(files))
@@ -391,8 +391,9 @@ def shown_history(
 ) -> tuple[list, int]:  # the samples with them; how many
     "What a model of this size is used to, if nothing else is asked."
     from rookworld_nb.config import TrainConfig
+    from rookworld_nb.model import num_parameters
     from rookworld_nb.positions import with_history
-    size = sum(parameter.numel() for parameter in model.parameters())
+    size = num_parameters(model)
     plies = TrainConfig(history_plies=plies).for_size(size).history_plies
     return with_history(samples, plies), plies
 
@@ -725,32 +726,31 @@ def batch_size(
     json: bool = False,           # one JSON object instead of tables
 ) -> None:
     "Measure the memory of real updates with 2, 4, ... 128 prompts, and find the largest batch that fits."
-    settings = dict(locals())
     from rookworld_nb.config import TrainConfig
     from rookworld_nb.hardware import profile_lines
     from rookworld_nb.setup import Setup, profile_batches
-    target, json = settings.pop('target'), settings.pop('json')
-    record = profile_batches(Setup(TrainConfig(**settings)), target)
+    config = TrainConfig(model=model, group_size=group_size, max_new_tokens=max_new_tokens, device=device, bf16=bf16,
+                         micro_batch_size=micro_batch_size, gradient_checkpointing=gradient_checkpointing)
+    record = profile_batches(Setup(config), target)
     for line in [record] if json else profile_lines(record): emit(line)
 
 # %% ../nbs/35_cli.ipynb #c69ab64e
 class Command(NamedTuple):
-    "A function and the dataclasses of whose fields it takes what was given, as a dictionary."
+    "A function, and the dataclass of whose fields it takes what was given, as a dictionary `config`."
     run: Callable                  # its docstring is the help, its commented parameters are flags
-    configs: dict[str, str] = {}   # parameter -> 'module:dataclass', whose fields are flags too ...
+    config: str = ''               # 'module:dataclass', whose fields are flags too ...
     without: tuple[str, ...] = ()  # ... but for these
 
 
 COMMANDS = {
-    'train': Command(train, {'config': 'rookworld_nb.config:TrainConfig'}),
+    'train': Command(train, 'rookworld_nb.config:TrainConfig'),
     'eval': Command(evaluate_model), 'generate': Command(generate),
-    'score': Command(score, {'rewards': 'rookworld_nb.rewards:RewardConfig'},    # less what acts over many calls
+    'score': Command(score, 'rookworld_nb.rewards:RewardConfig',    # less what acts over many calls
                      ('reward_warmup_steps', 'normalize_rewards', 'normalize_momentum', 'normalize_floor')),
     'label': Command(label), 'positions': Command(positions),
     'uci': Command(uci), 'report': Command(report), 'ablate': Command(ablate), 'batch-size': Command(batch_size),
-    'search': Command(search, {'config': 'rookworld_nb.config:TrainConfig'},
-                      ('output_dir', 'resume', 'auto_batch_size')),
-    'push': Command(push), 'pretrain': Command(pretrain, {'config': 'rookworld_nb.pretrain:PretrainConfig'}),
+    'search': Command(search, 'rookworld_nb.config:TrainConfig', ('output_dir', 'resume', 'auto_batch_size')),
+    'push': Command(push), 'pretrain': Command(pretrain, 'rookworld_nb.pretrain:PretrainConfig'),
 }
 
 
@@ -760,15 +760,15 @@ def run_command(
 ) -> None:
     "Build the flags, read them, call the function."
     command = COMMANDS[name]
-    configs = {parameter: pkgutil.resolve_name(place) for parameter, place in command.configs.items()}
-    sources = {command.run: flags_of(command.run)} | {cls: flags_of(cls, command.without) for cls in configs.values()}
-    flags = {flag: value for source in sources.values() for flag, value in source.items()}
+    own = flags_of(command.run)
+    shared = flags_of(pkgutil.resolve_name(command.config), command.without) if command.config else {}
+    flags = own | shared
     values = read_settings(parser_of(name, command.run.__doc__, flags), flags, words)
-    chosen = {target: {flag: values[flag] for flag in source if flag in values} for target, source in sources.items()}
-    own = chosen[command.run]
-    many = [word for name in list(own) if flags[name].many for word in own.pop(name)]
+    given = {flag: value for flag, value in values.items() if flag in own}
+    many = [word for flag in own if flags[flag].many for word in given.pop(flag, ())]
+    if command.config: given['config'] = {flag: value for flag, value in values.items() if flag in shared}
     try:
-        command.run(*many, **own, **{parameter: chosen[cls] for parameter, cls in configs.items()})
+        command.run(*many, **given)
     except ValueError as error:
         setting, equals, rest = str(error).partition('=')
         if not equals or setting not in flags or not is_input_error(error): raise

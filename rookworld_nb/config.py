@@ -260,7 +260,8 @@ def check_flags(
     if (config.history_plies or 1) > HISTORY_PLIES: wrong['history_plies'] = f'a prompt shows 1 to {HISTORY_PLIES}'
     if size and config.group_size > 0 and size % config.group_size and config.group_size % size:
         wrong['micro_batch_size'] = f'must divide --group-size {config.group_size} or be a multiple of it'
-    for name, why in (*wrong.items(), *idle_flags(config).items()):
+    if problems := [*wrong.items(), *idle_flags(config).items()]:
+        name, why = problems[0]
         raise RunError(f'--{name.replace("_", "-")} {values[name]}: {why}')
 
 # %% ../nbs/27_config.ipynb #c3d20d1c

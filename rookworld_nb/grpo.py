@@ -114,12 +114,12 @@ def compute_advantages(
     check_option('baseline', baseline, BASELINES)
     check_option('scale_rewards', scale_rewards, REWARD_SCALES)
     groups = by_group(rewards.detach(), group_size)
-    if baseline == 'ema': level = ema_baseline(groups, tracker, tasks)
     tied = (groups == groups[:, :1]).all(1, keepdim=True)
-    if tied.all(): return groups.new_zeros(len(rewards))
-    if baseline == 'group_mean': level = groups.mean(1, keepdim=True)
-    if baseline == 'adaptive': level = adaptive_baseline(groups)
-    if baseline == 'leave_one_out': level = leave_one_out_baseline(groups)
+    if baseline == 'ema': level = ema_baseline(groups, tracker, tasks)    # which must hear of tied groups too
+    elif tied.all(): return groups.new_zeros(len(rewards))
+    elif baseline == 'group_mean': level = groups.mean(1, keepdim=True)
+    elif baseline == 'adaptive': level = adaptive_baseline(groups)
+    else: level = leave_one_out_baseline(groups)
     advantages = groups - level
     if scale_rewards == 'group': advantages = advantages / (groups.std(1, keepdim=True) + STD_FLOOR)
     if scale_rewards == 'batch': advantages = advantages / (groups.std() + STD_FLOOR)
@@ -213,8 +213,8 @@ def loss_metrics(
     return metrics
 
 # %% ../nbs/08_grpo.ipynb #81a19ca4
-def _check_loss(kl_coef: float, advantages: Tensor, completion_mask: Tensor, **tensors: Tensor | None) -> Tensor:
-    "Refuse a weight below 0 and tensors that do not match (N, T); return the advantages as (N, T) or (N, 1)."
+def _check_loss(kl_coef: float, advantages: Tensor, completion_mask: Tensor, **tensors: Tensor | None) -> None:
+    "Refuse a weight below 0 and tensors that do not match (N, T)."
     if not 0 <= kl_coef < math.inf: raise SettingError(f'kl_coef={kl_coef} must be finite and at least 0')
     check_shapes(**tensors, completion_mask=completion_mask)
     shape = completion_mask.shape
@@ -222,9 +222,12 @@ def _check_loss(kl_coef: float, advantages: Tensor, completion_mask: Tensor, **t
     if advantages.shape not in (shape, shape[:1]):
         raise BatchShapeError(f'advantages have shape {tuple(advantages.shape)}, '
                               f'valid are {tuple(shape[:1])} and {tuple(shape)}')
-    advantages = advantages.detach().reshape(shape[0], -1)
-    per_token = advantages.shape == shape
-    return advantages.masked_fill(~completion_mask.bool(), 0.) if per_token else advantages
+
+
+def _columns(advantages: Tensor, mask: Tensor) -> Tensor:
+    "Advantages as (N, 1), or as (N, T) with 0 where masked."
+    advantages = advantages.detach()
+    return advantages[:, None] if advantages.dim() == 1 else advantages.masked_fill(~mask, 0.)
 
 
 def _kl_term(logprobs, ref_logprobs, token_kl, mask, estimator, ratio):
@@ -265,10 +268,10 @@ def grpo_loss(
     entropy_coef: float = 0.0,        # weight of the entropy bonus
 ) -> tuple[Tensor, dict[str, float]]:  # () loss, and the metrics by name
     "Clipped policy loss plus the KL term minus an entropy bonus, averaged as `loss_type` says."
-    columns = _check_loss(kl_coef, advantages, completion_mask, logprobs=logprobs, old_logprobs=old_logprobs,
-                          ref_logprobs=ref_logprobs, token_kl=token_kl, entropy=entropy)
+    _check_loss(kl_coef, advantages, completion_mask, logprobs=logprobs, old_logprobs=old_logprobs,
+                ref_logprobs=ref_logprobs, token_kl=token_kl, entropy=entropy)
     mask, mean = completion_mask.bool(), (completion_mask, loss_type, max_completion_length, num_items)
-    ratio = importance_ratio(logprobs, old_logprobs, mask, importance_level)
+    ratio, columns = importance_ratio(logprobs, old_logprobs, mask, importance_level), _columns(advantages, mask)
     weight = ratio if kl_unbiased else None
     kl = _kl_term(logprobs, ref_logprobs, token_kl, mask, kl_estimator, weight)
     source = 'ref_logprobs' if kl_estimator in SAMPLED_KL else f'token_kl for kl_estimator={kl_estimator}'

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['CACHE_BLOCK', 'ModelConfigError', 'SequenceError', 'GPTConfig', 'attention', 'causal_bias', 'SelfAttention', 'MLP',
-           'Block', 'compiled', 'pad_vocabulary', 'init_weights', 'Rule', 'Transformer', 'token_positions',
-           'padding_bias', 'real_tokens', 'check_ids', 'reading', 'Prefix', 'make_prefix', 'KVCache', 'grouped',
-           'ungrouped', 'attend_after', 'attend_repeated', 'continuing', 'GPT']
+           'Block', 'compiled', 'pad_vocabulary', 'init_weights', 'num_parameters', 'Rule', 'Transformer',
+           'token_positions', 'padding_bias', 'real_tokens', 'check_ids', 'reading', 'Prefix', 'make_prefix', 'KVCache',
+           'grouped', 'ungrouped', 'attend_after', 'attend_repeated', 'continuing', 'GPT']
 
 # %% ../nbs/00_gpt2.ipynb #956067b3
 import math
@@ -173,6 +173,13 @@ def init_weights(
         if name.endswith('bias'): nn.init.zeros_(p)
         elif name.endswith('c_proj.weight'): nn.init.normal_(p, std=0.02/math.sqrt(2*model.cfg.n_layer))
         elif p.dim() == 2: nn.init.normal_(p, std=0.01 if name == 'wpe.weight' else 0.02)
+
+
+def num_parameters(
+    model: nn.Module,  # any
+) -> int:              # a tied matrix counts once
+    'How many weights there are to train.'
+    return sum(p.numel() for p in model.parameters())
 
 
 @dataclass(frozen=True)

@@ -465,7 +465,8 @@ def plot_curves(
     table: Mapping[str, Sequence[float]],  # metrics by column, or a DataFrame
     kl_target: float | None = None,        # marked in the KL panel, nats per token
 ) -> Picture:                              # a matplotlib Figure that shows itself
-    """Draw a run: every panel with its healthy range as a band and in its title."""
+    """Draw a run: every panel with its healthy range as a band and in its title; steps are a column or the index."""
+    if isinstance(table, pd.DataFrame) and table.index.name == 'step': table = table.reset_index()
     return Curves(kl_target=kl_target).update(table).figure
 
 # %% ../nbs/20_monitor.ipynb #1cd43d63

@@ -34,13 +34,12 @@ from .tasks import END_TEXT, EnvAnswer, env_prompt, parse_env, parse_policy, spl
 @dataclass(frozen=True)
 class Sample:
     "One prompt with the completion that would be perfect, both as text."
-    prompt: str      # 'P: fen' or 'A: fen+uci+history+'
+    prompt: str      # 'P: fen' or 'A: fen+uci+history+', or whatever another task asks
     completion: str  # everything after the prompt, without the end token
+    task: str = ''   # 'P' (policy) or 'A' (environment), as the prompt says; a task of your own has another name
 
-    @property
-    def task(self) -> str:
-        "`'P'` (policy) or `'A'` (environment)."
-        return task_of(self.prompt)
+    def __post_init__(self) -> None:
+        if not self.task: object.__setattr__(self, 'task', task_of(self.prompt))
 
     @property
     def fen(self) -> str:
@@ -372,11 +371,12 @@ def generate_positions(
 
 # %% ../nbs/04_positions.ipynb #efd052a9
 def by_task(
-    samples: Iterable[Sample],  # P: and A: samples in any order
-) -> dict[str, list[Sample]]:   # 'P' and 'A' -> the samples of that task, in their order
-    "Sort samples by task."
-    samples = list(samples)
-    return {task: [sample for sample in samples if sample.task == task] for task in 'PA'}
+    samples: Iterable[Sample],  # in any order
+) -> dict[str, list[Sample]]:   # 'P', 'A', then any other task -> its samples, in their order
+    "Sort samples by task; of P: and A: there may be none."
+    sorted_samples = {'P': [], 'A': []}
+    for sample in samples: sorted_samples.setdefault(sample.task, []).append(sample)
+    return sorted_samples
 
 
 def with_history(

@@ -468,7 +468,7 @@ def pick_samples(
 
 # %% ../nbs/32_report.ipynb #9e801134
 #: Columns of a table of completions that are no parts of the reward.
-NO_PART = {'prompt', 'completion', 'task', 'reward', 'tokens', 'clipped', 'broken'}
+NO_PART = {'prompt', 'completion', 'task', 'reward', 'tokens', 'clipped'}
 RANKS = {1: ('best',), 2: ('best', 'worst'), 3: ('best', 'median', 'worst')}
 
 

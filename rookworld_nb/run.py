@@ -7,8 +7,8 @@ __all__ = ['logger', 'ENDINGS', 'SHOWN', 'origin_of', 'run_state', 'memory_so_fa
            'is_going_on', 'restore_run', 'resumed_config', 'asked_for', 'NoWriter', 'interrupted_afterwards',
            'terminated_as_interrupted', 'make_folder', 'alone_in', 'check_settled', 'alone_and_current', 'writer_of',
            'starting_config', 'Run', 'save_failed', 'next_row', 'write_events', 'is_event', 'read_events', 'levers',
-           'steer', 'cost_of', 'run_summary', 'finish', 'first_update_line', 'memory_in_words', 'cut_off_line',
-           'follow', 'closing_table', 'train']
+           'move_lever', 'steer', 'cost_of', 'run_summary', 'finish', 'first_update_line', 'memory_in_words',
+           'cut_off_line', 'follow', 'closing_table', 'train']
 
 # %% ../nbs/31_run.ipynb #c51d5da5
 import json
@@ -148,7 +148,8 @@ def restore_run(
     restore_buffer(run.buffer, state['buffer'], run.model.wte.weight.device)
     run.events, run.saved = state['events'], run.trainer.step
     run.started -= state['seconds']
-    run.profiles = found if 'optimal' in (found := read_object(path/PROFILES)) else None    # of a search
+    profiles = read_object(path/PROFILES)
+    run.profiles = profiles if 'optimal' in profiles else None    # of a search
     if run.config.steps < run.trainer.step:
         raise RunError(f'--steps {run.config.steps}: the run in {run.folder} has done {run.trainer.step} already')
 
@@ -293,6 +294,8 @@ def alone_and_current(
                            'last saved: another run has gone on there; make a new Run, with --resume')
         if run.config.resume and not run.trainer.step:
             logger.warning('no step is saved in %s yet: the run begins again', run.folder)
+        write_json(run.folder/'origin.json', run.origin)
+        write_json(run.folder/'config.json', asdict(run.config))    # killed from here on, --resume finds it
         yield
 
 
@@ -303,12 +306,11 @@ def writer_of(
     if not run.ranks.first:
         return NoWriter()
     make_folder(run.folder)
-    write_json(run.folder/'origin.json', run.origin)
     if run.config.resume:
         sweep(run.folder)
         cut_logs(run.folder, run.trainer.step)
         write_events(run.folder, run.events)
-    return RunWriter(run.folder, asdict(run.config), run.prompts.batch_positions)
+    return RunWriter(run.folder, prompts=run.prompts.batch_positions)
 
 # %% ../nbs/31_run.ipynb #edff0146
 def starting_config(
@@ -420,10 +422,10 @@ def is_event(
     value: Any,  # read from a file
 ) -> bool:
     "Whether it is what `steer` writes down."
-    kinds = {'step': int, 'time': (int, float), 'event': str, 'before': (int, float), 'value': (int, float)}
-    given = {'before': 0, 'value': 0} | value if isinstance(value, dict) else {}
-    right = kinds.keys() <= given.keys() and all(isinstance(given[name], kind) for name, kind in kinds.items())
-    return right and ('before' in value) == ('value' in value)
+    if not isinstance(value, dict): return False
+    kinds = {'step': int, 'time': (int, float), 'event': str}
+    if 'before' in value or 'value' in value: kinds |= {'before': (int, float), 'value': (int, float)}    # a lever
+    return all(isinstance(value.get(name), kind) for name, kind in kinds.items())
 
 
 def read_events(
@@ -446,32 +448,42 @@ def levers(
     return {'kl_coef': run.trainer.kl.kl_coef, 'lr_scale': run.trainer.health.lr_scale}
 
 
+def move_lever(
+    run: Run,      # between two steps
+    name: str,     # of a lever
+    value: float,  # kl_coef 0 or more (adaptive: within its bounds), lr_scale above 0
+) -> dict[str, float]:  # before, value
+    "Move a lever; RunError for a place where it cannot be."
+    least = 'above' if name == 'lr_scale' else 'at least'    # a rate of 0 would end all learning
+    finite = isinstance(value, (int, float)) and 0 <= value < math.inf
+    if not finite or least == 'above' and value == 0:
+        raise RunError(f'{name} {value!r}: must be finite and {least} 0')
+    before, value = levers(run)[name], float(value)    # a checkpoint takes plain numbers
+    if name == 'kl_coef': run.trainer.kl.load_state_dict({'kl_coef': value})
+    else: run.trainer.health.lr_scale = value
+    return {'before': before, 'value': value}
+
+# %% ../nbs/31_run.ipynb #b43a5855
 def steer(
     run: Run,                     # between two steps
     wish: str,                    # kl_coef | lr_scale | checkpoint | pause | resume | stop
-    value: float | None = None,   # of a lever: kl_coef 0 or more (adaptive: within its bounds), lr_scale above 0
+    value: float | None = None,   # where a lever shall be
 ) -> str:                         # what was done, for whoever asked
     "Fulfil a wish and write it down; holding during a pause is the caller's part."
     check_settled(run)
-    step, now = run.trainer.step, levers(run)
-    if wish not in (*now, 'checkpoint', 'pause', 'resume', 'stop'):
-        raise RunError(f'{wish!r} cannot be done by hand; valid: {", ".join(now)}, checkpoint, pause, resume, stop')
+    step, movable = run.trainer.step, levers(run)
+    if wish not in (*movable, 'checkpoint', 'pause', 'resume', 'stop'):
+        raise RunError(f'{wish!r} cannot be done by hand; valid: {", ".join(movable)}, checkpoint, pause, resume, stop')
     if wish == 'checkpoint' and not (run.folder/'config.json').exists():
         raise RunError('checkpoint: the run has not begun; there is nothing to resume before its first step')
-    moved = {'before': now[wish], 'value': value} if wish in now else {}
-    above = wish == 'lr_scale'    # 0 would end all learning
-    if moved and not (isinstance(value, (int, float)) and 0 <= value < math.inf and (value or not above)):
-        raise RunError(f'{wish} {value!r}: must be finite and {"above" if above else "at least"} 0')
-    if moved: value = moved['value'] = float(value)    # a checkpoint takes plain numbers
-    if wish == 'kl_coef': run.trainer.kl.load_state_dict({'kl_coef': value})    # adaptive: within its bounds
-    if wish == 'lr_scale': run.trainer.health.lr_scale = value
+    moved = move_lever(run, wish, value) if wish in movable else {}
     if wish == 'stop' and not run.trainer.stop_reason:
         run.trainer.stop_reason = f'stopped by hand after step {step}'
     run.events.append({'step': step, 'time': time.time(), 'event': wish, **moved})
     make_folder(run.folder)
     write_events(run.folder, run.events)
     if wish == 'checkpoint': save_run(run, f'checkpoint-{step}')
-    change = f' from {now[wish]:g} to {value:g}' if moved else ''
+    change = ' from {before:g} to {value:g}'.format(**moved) if moved else ''
     return f'After step {step}: {wish}{change}'
 
 # %% ../nbs/31_run.ipynb #a14ee5a2
@@ -596,7 +608,6 @@ def train(
         if ranks.first:    # a place that cannot be written to, or where another run goes on, costs no examination
             stack.enter_context(alone_and_current(run))
             run.holds = True
-            write_json(run.folder/'config.json', asdict(run.config))    # killed from here on, --resume finds it
         others = [stack.enter_context(closing(make(run.folder, asdict(run.config)))) for make in writers if ranks.first]
         if run.heldout:
             say(f'Evaluating {len(run.heldout)} held-out positions before the first update')

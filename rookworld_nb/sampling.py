@@ -295,15 +295,12 @@ TILE_ELEMENTS = 2**24  # logits held at once on a CPU: 64 MB in fp32
 
 
 def tile_rows(
-    hidden: Tensor,             # (M, D) states that are scored
-    vocab_size: int,            # V
-    tile_elements: int | None,  # logits held at once; None: what the device is good for
-) -> int:                       # states scored at once, >= 1
+    hidden: Tensor,   # (M, D) states that are scored
+    vocab_size: int,  # V
+) -> int:             # states scored at once, >= 1
     'On a GPU a sixteenth of its memory: for many a batch all of them, and then backward computes none again.'
-    if tile_elements is None:
-        memory = torch.cuda.get_device_properties(hidden.device).total_memory if hidden.is_cuda else 0    # bytes
-        tile_elements = memory//64 or TILE_ELEMENTS
-    return max(1, tile_elements//vocab_size)
+    memory = torch.cuda.get_device_properties(hidden.device).total_memory if hidden.is_cuda else 0    # bytes
+    return max(1, (memory//64 or TILE_ELEMENTS)//vocab_size)
 
 
 def in_tiles(
@@ -330,16 +327,15 @@ def hidden_logprobs(
     model: GPT,                 # supplies the unembedding
     hidden: Tensor,             # (M, D) as `completion_hidden` returns them
     completion_ids: Tensor,     # (N, T) int64
-    temperature: float,         # >= 0; 0 counts as 1
     completion_mask: Tensor,    # (N, T) bool, M of them True
+    temperature: float,         # >= 0; 0 counts as 1
     with_entropy: bool = True,  # also entropies
-    tile_elements: int | None = None,  # logits held at once; None: see `tile_rows`
 ) -> tuple[Tensor, Tensor | None]:  # (N, T) log-probabilities and entropies, nats, fp32; 0 where masked
     'The second half of `completion_logprobs`, for those who need the hidden states too.'
     completion_mask = completion_mask.bool()
     score = token_logprobs if model.compile_mode is None else compiled(token_logprobs, model.compile_mode)
     def scored(hidden, ids): return score(model, hidden, ids, temperature, with_entropy)
-    size = tile_rows(hidden, model.cfg.vocab_size, tile_elements)
+    size = tile_rows(hidden, model.cfg.vocab_size)
     places = (~completion_mask).flatten().byte().argsort(stable=True)[:len(hidden)]    # nobody has to wait for a GPU
     return tuple(None if values is None else at_tokens(completion_mask, values)
                  for values in in_tiles(scored, hidden, completion_ids.flatten()[places], size=size))
@@ -350,12 +346,11 @@ def completion_logprobs(
     prompt_ids: Tensor,         # (B, P) int64
     prompt_mask: Tensor,        # (B, P) bool, True at real tokens
     completion_ids: Tensor,     # (N, T) int64, N = B*group_size
+    completion_mask: Tensor,    # (N, T) bool
     group_size: int,            # G
     temperature: float,         # the one that was sampled with
-    completion_mask: Tensor,    # (N, T) bool
     with_entropy: bool = True,  # False saves one pass over the vocabulary; backward skips an entropy that no loss uses
-    tile_elements: int | None = None,  # logits held at once, more than that in tiles; None: see `tile_rows`
 ) -> tuple[Tensor, Tensor | None]:  # (N, T) log-probabilities and entropies, nats, fp32, differentiable; 0 where masked
     'Log-probabilities of given completions, as `sample` reports them, with gradients.'
     hidden = completion_hidden(model, prompt_ids, prompt_mask, completion_ids, completion_mask, group_size)
-    return hidden_logprobs(model, hidden, completion_ids, temperature, completion_mask, with_entropy, tile_elements)
+    return hidden_logprobs(model, hidden, completion_ids, completion_mask, temperature, with_entropy)

@@ -46,6 +46,7 @@ from .evaluate import ROUNDING, evaluate, student_t, wilson_interval
 from .flags import UsageError, as_text, parse_value
 from .hardware import HardwareConfig
 from .labels import leave_group, stop
+from .model import num_parameters
 from .monitor import BLUE, MUTED, ORANGE, Picture
 from .records import metric_rows, optional_module, write_atomic
 from .report import command_line, png_of
@@ -304,7 +305,7 @@ def examine_run(
 ) -> Verdict:
     "Examine a policy and the model it started from like every other trial of the study; write summary.json."
     base, scorer = trial_config(search), RewardScorer(TrainConfig().rewards)
-    temperature = base.for_size(sum(parameter.numel() for parameter in run.model.parameters())).temperature
+    temperature = base.for_size(num_parameters(run.model)).temperature
     examine = partial(evaluate, tokenizer=run.tokenizer, samples=run.heldout, temperature=temperature, seed=base.seed,
                       scorer=scorer, samples_per_prompt=base.eval_samples, max_new_tokens=base.max_new_tokens)
     start = run.config.model, *(getattr(run.config, each.name) for each in fields(HardwareConfig))
@@ -571,7 +572,7 @@ def trials_of(
             return
         if any(trials[-1].state.name == 'WAITING' for trials in left):
             with suppress(TakenTwice):
-                study.optimize(partial(attempt, search), n_trials=1, catch=(Exception,))
+                study.optimize(partial(attempt, search), n_trials=1, catch=(SearchError,))
                 yield
         else:
             time.sleep(POLL)

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['logger', 'OFTEN', 'SIGHT', 'apart_from_evaluation', 'warn_of_few', 'training_samples', 'heldout_samples',
-           'run_folder', 'both_devices', 'warn_weightless', 'paid_by', 'shortened', 'open_engine', 'announced',
-           'answers_of', 'collector_of', 'Setup', 'updates_per_batch', 'prompts_to_draw', 'planned_work', 'trial_run',
-           'memory_components', 'profile_batches', 'choose_batch', 'examine', 'glance']
+           'run_folder', 'both_devices', 'warn_weightless', 'paid_by', 'try_reward', 'shortened', 'open_engine',
+           'announced', 'answers_of', 'collector_of', 'Setup', 'updates_per_batch', 'prompts_to_draw', 'planned_work',
+           'trial_run', 'memory_components', 'profile_batches', 'choose_batch', 'examine', 'glance']
 
 # %% ../nbs/30_setup.ipynb #a453277b
 import copy
@@ -14,10 +14,11 @@ import logging
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, replace
 from datetime import datetime
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from .evaluate import evaluate
 from .hardware import (
     SIZES, KeptForBackward, adam_bytes, kv_cache_bytes, prepare_model, search_batch, set_allocator, tensor_bytes,
     unchanged, use_hardware)
-from .model import GPT
+from .model import GPT, num_parameters
 from .positions import (
     DataError, PromptMix, Sample, apart_from, by_task, is_rare, read_lines, shipped, shipped_positions, spread,
     warn_malformed, with_history)
@@ -133,10 +134,11 @@ def run_folder(
 
 # %% ../nbs/30_setup.ipynb #8cdfbdc3
 def both_devices(
-    config: TrainConfig,  # device, reference_device
+    config: TrainConfig,  # device, reference_device, cuda_allocator
     ranks: Ranks,         # each takes a GPU of its own
 ) -> tuple[str, str]:     # of the policy, of the reference
-    "Check the devices before anything is loaded onto them."
+    "Check the devices before anything is loaded onto them; CUDA starts here, so its allocator is set before."
+    set_allocator(config.cuda_allocator)
     policy = torch_device(config.device, ranks)
     if config.reference_device is None:
         return policy, policy
@@ -165,6 +167,23 @@ def paid_by(
     if config.credit == 'part':
         raise RunError(f'--credit part: {name_of(reward_fn)} pays whole answers; say --credit answer')
     return replace(config, credit='answer')
+
+
+def try_reward(
+    reward_fn: Callable,        # the default, which needs no trial, or one of somebody's own
+    config: TrainConfig,        # rewards
+    samples: Iterable[Sample],  # of the tasks that it will be asked about
+) -> None:
+    "Ask a reward of somebody's own about two right answers of each task: what is wrong with it is found at once."
+    if reward_fn is default_reward: return
+    wanted, given = ('prompts', 'completions', 'components'), None
+    with suppress(ValueError): given = signature(reward_fn)    # some functions of C have none
+    try: given and given.bind(*wanted)
+    except TypeError as error:
+        raise RunError(f'reward_fn={name_of(reward_fn)}: is called with {", ".join(wanted)} ({error})') from None
+    known = by_task(sample for sample in samples if sample.completion)
+    rows = [(sample.prompt, sample.completion, sample.completion) for some in known.values() for sample in some[:2]]
+    if rows: RewardScorer(config.rewards, reward_fn=reward_fn)(*zip(*rows))
 
 # %% ../nbs/30_setup.ipynb #6f5a0e3f
 def shortened(
@@ -236,17 +255,17 @@ class Setup:
         reward_fn: Callable[..., Sequence[float]] = default_reward,  # prompts, answers, scores -> a reward of your own
     ) -> None:
         config = paid_by(config, reward_fn)
-        set_allocator(config.cuda_allocator)    # before CUDA starts
         device, elsewhere = both_devices(config, ranks)
         self.ranks, self.folder, self.reward_fn = ranks, ranks.gather(run_folder(config))[0], reward_fn
         self.heldout, self.samples = heldout_samples(config), training_samples(config)
+        try_reward(reward_fn, config, self.heldout or self.samples)
         with ExitStack() as undo:    # an engine does not outlive what fails after it
             self.engine = open_engine(config, undo)
             self.model, self.tokenizer = load_pretrained(config.model, device)
             self.reference = copy.deepcopy(self.model).requires_grad_(False).to(elsewhere)
             self.hardware = use_hardware(config, device)    # one line that says how the machine is used
             for model in (self.model, self.reference): prepare_model(model, config)
-            full = config.for_size(sum(parameter.numel() for parameter in self.model.parameters()))
+            full = config.for_size(num_parameters(self.model))
             self.samples, self.heldout = shortened(full, self.samples, self.heldout)
             self.assemble(full)
             undo.pop_all()
@@ -265,7 +284,9 @@ class Setup:
 
     def close(self) -> None:
         "Let the engine go, if there is one; what needs it afterwards starts it again."
-        for each in (self.scorer.patient, self.engine) if self.engine else (): each.close()
+        if self.engine:
+            self.scorer.patient.close()
+            self.engine.close()
 
 # %% ../nbs/30_setup.ipynb #25882596
 def updates_per_batch(

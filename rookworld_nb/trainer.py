@@ -165,8 +165,8 @@ class MicroBatch:
         model: GPT,  # the policy
     ) -> tuple[Tensor, Tensor]:  # (n, T) log-probabilities and entropies, nats, with gradients
         "What the policy now says of the sampled tokens."
-        return completion_logprobs(model, self.prompt_ids, self.prompt_mask, self.completion_ids, self.group_size,
-                                   self.temperature, self.completion_mask)
+        return completion_logprobs(model, self.prompt_ids, self.prompt_mask, self.completion_ids, self.completion_mask,
+                                   self.group_size, self.temperature)
 
     def hidden(
         self,
@@ -297,7 +297,6 @@ def exact_token_kl(
     hidden: Tensor,     # (M, D) states of the policy
     micro: MicroBatch,  # with the reference's states
     direction: str,     # forward | reverse | symmetric
-    tile_elements: int | None = None,  # logits held at once; None: see `tile_rows`
 ) -> Tensor:            # (n, T) nats, with gradients; 0 where masked
     "The KL of each token's whole distribution."
     def one(hidden, ref_hidden):
@@ -305,7 +304,7 @@ def exact_token_kl(
         logits = model.logits(hidden)
         return exact_kl(logits[None]/temperature, ref_logits[None]/temperature, direction).squeeze(0),
     mask, there = micro.completion_mask, ref_model.wte.weight.device
-    size = tile_rows(hidden, model.cfg.vocab_size, tile_elements)
+    size = tile_rows(hidden, model.cfg.vocab_size)
     temperature = micro.temperature or 1.    # greedy samples too are scored at 1
     values, = in_tiles(one, hidden, micro.ref_hidden[mask], size=size)
     return at_tokens(mask, values)
@@ -377,7 +376,7 @@ class Learning:
     ) -> dict[str, Tensor | None]:  # arguments of `grpo_loss`; with a critic, values and returns too; (n, T) or (n,)
         "Forward through one piece."
         hidden, kind, mask = micro.hidden(self.model), self.config.kl_estimator, micro.completion_mask
-        logprobs, entropy = hidden_logprobs(self.model, hidden, micro.completion_ids, micro.temperature, mask)
+        logprobs, entropy = hidden_logprobs(self.model, hidden, micro.completion_ids, mask, micro.temperature)
         exact = kind in EXACT_KL and micro.ref_hidden is not None
         return {'logprobs': logprobs, 'old_logprobs': micro.old_logprobs, 'ref_logprobs': micro.ref_logprobs,
                 'advantages': micro.advantages, 'completion_mask': mask, 'entropy': entropy,
@@ -746,7 +745,8 @@ class Trainer(Learner):
         self,
         rollouts: Iterable[Experience],  # asked for one at a time; a `RolloutBuffer` is emptied after a failure
     ) -> Iterator[dict[str, float]]:     # metrics by name, one row per optimiser step
-        "Update until the steps are done, the experiences end, or the run fails for good; `stop_reason` says which."
+        """Update until the steps are done, the experiences end, or the run fails for good; `stop_reason` says which.
+        A recovery goes back to the last state that was proposed (`propose`) and found sound; at first the start."""
         source = iter(rollouts)
         if not self.good: self.remember()
         if self.starved: self.stop_reason, self.starved = '', False

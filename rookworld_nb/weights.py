@@ -26,7 +26,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from .model import GPT, GPTConfig
+from .model import GPT, GPTConfig, num_parameters
 
 # %% ../nbs/01_weights.ipynb #2725dbe3
 END_TOKEN = '<|endoftext|>'  # document start, stop token and padding at once
@@ -395,7 +395,7 @@ def push_list(
     wanted = ['config.json', *weights, *words, 'tokenizer_config.json', 'README.md']    # as loaded; what describes it
     found = {name: folder/name for name in wanted if (folder/name).exists()}
     if 'README.md' not in found:
-        size = sum(p.numel() for p in model.parameters())
+        size = num_parameters(model)
         card = CARD.format(title=repo_id.split('/')[1], repo_id=repo_id, parameters=size, **vars(model.cfg))
         found['README.md'] = card.encode()
     return found

@@ -19,7 +19,7 @@ from rookworld_nb.grpo import EMATracker, compute_advantages
 from rookworld_nb.kl import SettingError
 from rookworld_nb.model import GPT
 from rookworld_nb.positions import PromptMix, Sample
-from rookworld_nb.rewards import RewardConfig, Scores
+from rookworld_nb.rewards import BadScores, RewardConfig, Scores
 from rookworld_nb.sampling import completion_logprobs
 
 TASK = CountingTask()
@@ -45,7 +45,7 @@ def collector(model, ref_model='copy', env=.5, prompts=4, scorer=TASK, **options
 def logprobs(model, part):
     r = part.rollouts
     with torch.no_grad():
-        return completion_logprobs(model, r.prompt_ids, r.prompt_mask, r.completion_ids, r.group_size, r.temperature, r.completion_mask)[0]
+        return completion_logprobs(model, r.prompt_ids, r.prompt_mask, r.completion_ids, r.completion_mask, r.group_size, r.temperature)[0]
 
 
 class Recorder:
@@ -226,6 +226,68 @@ def test_a_prompt_without_target_is_scored_without(model):
     config = CollectorConfig(group_size=G, max_new_tokens_policy=2)
     next(Collector(model, None, TASK.tokenizer, [[Sample('P: 1', ''), Sample('P: 2', '3')]], scorer, config))
     assert scorer.calls[0][2] == [None]*G + ['3']*G
+
+
+# a task that is neither P: nor A:, and scorers of one's own
+
+SUMS = [Sample(f'{a} {b}', '', task='sum') for a, b in ((1, 2), (3, 4), (5, 2))]
+
+
+def own_collector(model, scorer, prompts=SUMS, **options):
+    options = {'group_size': G, 'temperature': 1., 'max_new_tokens_policy': 2, 'max_new_tokens_env': 1} | options
+    return Collector(model, copy.deepcopy(model), TASK.tokenizer, itertools.repeat(prompts), scorer, CollectorConfig(**options))
+
+
+def ones(prompts, completions, targets):
+    return [float('1' in text) for text in completions]
+
+
+def test_another_task_is_collected_replayed_and_restored(model):
+    """Beside P: and A: prompts, with the limit of P:; nothing of it is lost on the way through a checkpoint."""
+    source = own_collector(model, ones, [TASK.samples[12], *SUMS, TASK.samples[3]])
+    buffer = RolloutBuffer(source, BufferConfig(replays=2))
+    whole = next(buffer)
+    assert [part.task for part in whole.parts] == ['P', 'A', 'sum'] and [len(part.samples) for part in whole.parts] == [1, 1, 3]
+    assert whole.parts[2].lengths.max() == 2 and whole.parts[1].lengths.max() == 1
+    assert set(whole.table['task']) == {'P', 'A', 'sum'} and 0 < whole.metrics()['task_sum/reward'] < 1
+    again = RolloutBuffer(own_collector(model, ones), BufferConfig(replays=2))
+    restore_buffer(again, copy.deepcopy(buffer_state(buffer)), torch.device('cpu'))
+    assert [part.samples for part in next(again).parts] == [part.samples for part in next(buffer).parts]
+
+
+def test_plain_rewards_are_scores(model):
+    """Numbers, truth values, a tensor: what a function of one's own returns; raw and reward are the same."""
+    by_hand = next(own_collector(model, ones))
+    for kind in (lambda *asked: [int(one) for one in ones(*asked)], lambda *asked: torch.tensor(ones(*asked)) > 0, lambda *asked: np.array(ones(*asked))):
+        experience = next(own_collector(model, kind))
+        assert experience.metrics() | {'perf/gen_tok_s': 0} == by_hand.metrics() | {'perf/gen_tok_s': 0}
+    table = by_hand.table
+    assert (table['raw'] == table['reward']).all() and set(table['reward']) == {0., 1.} and set(table['task']) == {'sum'}
+
+
+@pytest.mark.parametrize('count', [0, 3, 11, 13])
+def test_a_reward_for_each_completion(model, count):
+    with pytest.raises(BadScores, match=rf'the scorer gave \({count},\) rewards for 12 completions'):
+        next(own_collector(model, lambda *asked: [0.]*count))
+    with pytest.raises(BadScores, match=rf'the scorer gave \({count},\) rewards for 12 completions'):
+        next(own_collector(model, lambda *asked: Scores(torch.zeros(count), pd.DataFrame({'task': ['sum']*count, 'raw': 0., 'reward': 0.}))))
+
+
+@pytest.mark.parametrize('lost', [math.nan, math.inf, 1e39])
+def test_a_reward_that_is_no_number_is_refused_and_not_trained_on(model, lost):
+    with pytest.raises(BadScores, match='the reward of 2 of 12 answers is not finite .* for an answer to sum'):
+        next(own_collector(model, lambda *asked: [lost, lost] + [.5]*10))
+    table = pd.DataFrame({'task': 'P', 'raw': [.5]*3, 'reward': [.5]*3})
+    with pytest.raises(BadScores, match='the reward of 1 of 3 answers'): Scores(torch.tensor([.5, lost, .5]), table)
+
+
+def test_columns_of_whole_numbers_and_of_words_do_no_harm(model):
+    def scorer(prompts, completions, targets):
+        table = pd.DataFrame({'task': 'sum', 'raw': [1, 0]*6, 'reward': [1, 0]*6, 'right': [True, False]*6, 'note': 'a word'})
+        return Scores(torch.tensor([1., 0.]*6), table)
+    metrics = next(own_collector(model, scorer)).metrics()
+    assert metrics['reward'] == metrics['rewards/sum_right/mean'] == .5 and not [name for name in metrics if 'note' in name]
+    assert metrics['reward_25pct'] == 0 and metrics['reward_75pct'] == 1
 
 
 def test_the_reference_reads_every_prompt_once_however_often_it_is_replayed(model):

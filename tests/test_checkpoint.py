@@ -81,7 +81,7 @@ def test_what_is_more_than_plain_values_is_passed_over(tmp_path):
 
 def test_what_a_kill_left_half_written_is_swept_away(tmp_path):
     for step in (1, 3): write_checkpoint(tmp_path/f'checkpoint-{step}', *PARTS, {'step': step})
-    for name in ('.checkpoint-2.part', '..checkpoint-2.part.77.partial', '.checkpoint-1.old'): (tmp_path/name/'in').mkdir(parents=True)
+    for name in ('.checkpoint-2.part', '..checkpoint-2.part.77.partial', '.checkpoint-1.old', '.failed.part'): (tmp_path/name/'in').mkdir(parents=True)
     (tmp_path/'checkpoint-3').rename(tmp_path/'.checkpoint-3.old')    # killed between the two renamings
     (tmp_path/'.report.html.77.part').touch()    # another process writes it
     sweep(tmp_path)

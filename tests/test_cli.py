@@ -1,10 +1,10 @@
 """The command line: every flag arrives, every mistake costs one line, every command does what it says."""
 import functools
-import importlib
 import io
 import json
 import math
 import os
+import pkgutil
 import random
 import re
 import shutil
@@ -87,9 +87,9 @@ def env_lines(n: int, seed: int = 0) -> list[str]:
 
 
 def sources(name: str) -> list:
-    """The function of a command and its configurations."""
-    places = [place.split(':') for place in COMMANDS[name].configs.values()]
-    return [COMMANDS[name].run, *(getattr(importlib.import_module(module), cls) for module, cls in places)]
+    """The function of a command and its configuration, if it takes one."""
+    command = COMMANDS[name]
+    return [command.run, *([pkgutil.resolve_name(command.config)] if command.config else [])]
 
 
 def flags(name):
@@ -134,14 +134,13 @@ def other_values(kind, default, about: str = '') -> list:
 def test_every_flag_arrives(name, monkeypatch, cwd):
     """Set each flag alone, as a word and in a file: exactly that setting changes, and it reaches the command."""
     received = {}
-    run, configs = COMMANDS[name].run, COMMANDS[name].configs
+    run, *classes = sources(name)
     kinds = [flag for flag in flags(name) if not flag.many]
-    classes = dict(zip(configs, sources(name)[1:]))
 
-    def record(*words, **settings):
+    def record(*words, config=None, **settings):
         received.clear()
-        for parameter, value in sorted(settings.items(), key=lambda item: item[0] not in configs):
-            received.update(vars(classes[parameter](**value)) if parameter in configs else {parameter: value})
+        for cls in classes: received.update(vars(cls(**config)))
+        received.update(settings)
     monkeypatch.setattr(cli, 'flags_of', lambda target, *without: flags_of(run if target is record else target, *without))
     record.__doc__ = run.__doc__
     monkeypatch.setitem(COMMANDS, name, COMMANDS[name]._replace(run=record))

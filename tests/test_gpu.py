@@ -248,7 +248,7 @@ def scored(model, device, task='P', seed=0):
     done = torch.randint(0, model.cfg.vocab_size, (12, 30))
     real = torch.arange(30) < torch.randint(1, 31, (12, 1))
     model.zero_grad()
-    logprobs, entropy = completion_logprobs(model, *(x.to(device) for x in (prompts, mask, done)), 3, 1., real.to(device))
+    logprobs, entropy = completion_logprobs(model, *(x.to(device) for x in (prompts, mask, done)), real.to(device), 3, 1.)
     (logprobs + .1*entropy).sum().backward()
     return logprobs.detach().cpu(), torch.cat([p.grad.flatten().cpu() for p in model.parameters()])
 
@@ -277,7 +277,7 @@ def test_sampled_log_probabilities_survive_a_recomputation(nano, settings, atol)
     config = HardwareConfig(**settings)
     use_hardware(config, 'cuda')
     r = sample(prepare_model(model, config), tokenizer, prompts_of('P', 8), 8, 100, .9, torch.Generator().manual_seed(0))
-    again, _ = completion_logprobs(model, r.prompt_ids, r.prompt_mask, r.completion_ids, 8, .9, r.completion_mask)
+    again, _ = completion_logprobs(model, r.prompt_ids, r.prompt_mask, r.completion_ids, r.completion_mask, 8, .9)
     gap = float((again - r.logprobs).abs().max())
     print(settings, gap)
     assert gap < atol

@@ -205,6 +205,7 @@ def png_size(data: bytes) -> tuple[int, int]:
 
 def test_curves_of_a_run():
     figure = plot_curves(pd.DataFrame(rows(30)), kl_target=.05)
+    assert plot_curves(pd.DataFrame(rows(30)).set_index('step'), kl_target=.05)._repr_png_() == figure._repr_png_()
     assert isinstance(figure, Figure) and len(figure.axes) == len(PANELS) == 6
     width, height = png_size(figure._repr_png_())
     assert (width, height) == tuple(round(100*inch) for inch in figure.get_size_inches())

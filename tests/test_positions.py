@@ -1,6 +1,7 @@
 "Positions, data files and the prompt stream: what the notebook leaves out."
 import gzip
 import random
+from dataclasses import replace
 from collections import Counter
 from importlib.resources import files
 
@@ -9,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rookworld_nb.positions import (OPENINGS, SHIPPED, DataError, development_weight, PromptMix, Sample, with_history, generate_positions, is_rare, opening_positions, outcome, random_endgame, read_lines,
+from rookworld_nb.positions import (OPENINGS, SHIPPED, DataError, development_weight, PromptMix, Sample, by_task, with_history, generate_positions, is_rare, opening_positions, outcome, random_endgame, read_lines,
                                     seen_positions, shipped, split_by_position, spread, write_lines)
 from rookworld_nb.rules import env_step, fen_key, legal_moves
-from rookworld_nb.tasks import END_TEXT, format_env, format_policy, parse_env, parse_policy
+from rookworld_nb.tasks import END_TEXT, TaskFormatError, format_env, format_policy, parse_env, parse_policy
 from rookworld_nb.weights import END_TOKEN
 
 
@@ -231,6 +232,14 @@ def test_a_history_is_cut_at_its_old_end():
     assert one[0].prompt.endswith('+f1b5+f1b5+') and two[0].prompt.endswith('+f1b5+b8c6 f1b5+') and all_of_it[0].prompt == long
     assert one[1] == Sample('P: y', 'z') and one[0].completion == 'x'
     with pytest.raises(DataError, match='plies=0'): with_history([Sample(long, 'x')], 0)
+
+
+def test_a_sample_knows_its_task_or_is_told():
+    assert Sample('P: 3', '4').task == 'P' and Sample('3+4+5+', '').task == 'A' and Sample('3+4+5+', '', 'sum').task == 'sum'
+    assert replace(Sample('write cat', '', task='letters'), completion='cat') == Sample('write cat', 'cat', 'letters') != Sample('write cat', 'cat', 'words')
+    with pytest.raises(TaskFormatError, match="a prompt starts with 'P: ' or 'A: ', not 'write cat'"): Sample('write cat', '')
+    letters, policy = Sample('a', '', 'letters'), Sample('P: 3', '')
+    assert by_task([letters, policy, letters]) == {'P': [policy], 'A': [], 'letters': [letters]*2} and by_task([]) == {'P': [], 'A': []}
 
 
 @pytest.mark.parametrize(('fen', 'weights'), [

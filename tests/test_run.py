@@ -850,8 +850,9 @@ def test_what_pays_may_be_any_callable_and_is_known_from_the_start(tmp_path):
 @pytest.mark.parametrize(('given', 'shown'), [(None, 'it gave None'), (1., 'it gave 1.0'), ([1.], r'it gave \[1.0\]'), (['much']*9, "it gave .*'much'")])
 def test_what_is_no_number_for_each_answer_is_refused_by_name(tmp_path, given, shown):
     def mine(prompts, completions, components): return given
-    run = Run(replace(TINY, output_dir=str(tmp_path/'run')), reward_fn=mine)
-    with pytest.raises(ValueError, match=f'reward_fn=.*mine: a number for each of .* answers is needed; {shown}'): next(run.steps())
+    with pytest.raises(ValueError, match=f'reward_fn=.*mine: a number for each of .* answers is needed; {shown}'):
+        Run(replace(TINY, output_dir=str(tmp_path/'run')), reward_fn=mine)
+    assert not (tmp_path/'run').exists()
 
 
 @pytest.mark.parametrize(('of_answers', 'shown'), [
@@ -859,8 +860,10 @@ def test_what_is_no_number_for_each_answer_is_refused_by_name(tmp_path, given, s
     (lambda n: '1'*n, "'1"), (lambda n: pd.DataFrame([[.5]*n]), '.*0.5 0.5'), (lambda n: [10**400]*n, r'\[10000')])
 def test_as_many_elements_are_not_yet_rewards(tmp_path, of_answers, shown):
     "The keys of a mapping, the members of a set, the letters of a text, the columns of a table; and a number no float can be."
-    run = Run(replace(TINY, output_dir=str(tmp_path/'run')), reward_fn=lambda prompts, completions, components: of_answers(len(completions)))
-    with pytest.raises(ValueError, match=f'reward_fn=.*: a number for each of .* answers is needed; it gave {shown}'): next(run.steps())
+    reward_fn = lambda prompts, completions, components: of_answers(len(completions))
+    with pytest.raises(ValueError, match=f'reward_fn=.*: a number for each of .* answers is needed; it gave {shown}'):
+        Run(replace(TINY, output_dir=str(tmp_path/'run')), reward_fn=reward_fn)
+    assert not (tmp_path/'run').exists()
 
 
 def test_before_the_first_checkpoint_too_a_run_goes_on_with_its_own_prompts(tmp_path):
@@ -884,8 +887,33 @@ def test_there_is_no_checkpoint_of_a_run_that_has_not_begun(tmp_path):
 
 
 def test_a_reward_that_is_no_number_is_refused_before_anything_is_learned(tmp_path):
-    run = Run(replace(TINY, mix_env_ratio=.5, output_dir=str(tmp_path/'run')), reward_fn=lambda prompts, texts, components: components['best'])
-    with pytest.raises(ValueError, match=r'of .* answers is not finite \(in float32\), the first is nan for an answer to A:'): next(run.steps())
-    huge = Run(replace(TINY, output_dir=str(tmp_path/'huge')), reward_fn=lambda prompts, texts, components: [1e39]*len(texts))
-    with pytest.raises(ValueError, match=r'not finite \(in float32\), the first is 1e\+39'): next(huge.steps())
+    """What is seen at two right answers of each task is said before the model is loaded; the rest before it is learned from."""
+    config = replace(TINY, mix_env_ratio=.5, model=str(tmp_path/'none'), output_dir=str(tmp_path/'run'))
+    with pytest.raises(ValueError, match=r'of 2 of 4 answers is not finite \(in float32\), the first is nan for an answer to A:'):
+        Run(config, reward_fn=lambda prompts, texts, components: components['best'])
+    with pytest.raises(ValueError, match=r'of 4 of 4 answers is not finite \(in float32\), the first is 1e\+39'):
+        Run(config, reward_fn=lambda prompts, texts, components: [1e39]*len(texts))
+    rows = []
+    def late(prompts, texts, components):
+        rows.extend(texts)
+        return [math.nan if len(rows) > 4 else 1.]*len(texts)
+    run = Run(replace(config, model='nano'), reward_fn=late)
+    with pytest.raises(ValueError, match=r'is not finite \(in float32\), the first is nan for an answer to P:'): next(run.steps())
     assert run.trainer.step == 0
+
+
+@pytest.mark.parametrize('reward_fn, told', [(lambda prompts, texts: [1.]*len(texts), 'too many positional arguments'), (lambda **named: [], 'too many positional arguments'),
+                                             (lambda prompts, texts, components, extra: [], "missing a required argument: 'extra'")])
+def test_a_reward_of_another_shape_is_refused_before_the_model_is_loaded(tmp_path, reward_fn, told):
+    with pytest.raises(RunError, match=f'reward_fn=.*lambda.*: is called with prompts, completions, components .{told}'):
+        Run(replace(TINY, model=str(tmp_path/'none'), output_dir=str(tmp_path/'run')), reward_fn=reward_fn)
+
+
+def test_a_run_killed_in_its_first_examination_goes_on_with_its_own_reward(tmp_path, monkeypatch):
+    config = replace(TINY, eval_policy=2, output_dir=str(tmp_path/'run'))
+    def killed(*given): raise KeyboardInterrupt
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr('rookworld_nb.run.examine', killed)
+        train(config, reward_fn=best_move)
+    with pytest.raises(RunError, match='reward_fn=default_reward: the run in .* is paid by best_move'): Run(resumed_config(output_dir=config.output_dir))
+    assert Run(resumed_config(output_dir=config.output_dir), reward_fn=best_move).trainer.step == 0

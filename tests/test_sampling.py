@@ -77,8 +77,8 @@ def test_cached_decode_equals_a_full_forward(model, tokenizer, temperature):
 @pytest.mark.parametrize('temperature', [0., 0.7, 1.8])
 def test_scorer_equals_sampler(model, tokenizer, temperature):
     r = sample(model, tokenizer, PROMPTS, 5, 20, temperature, seeded())
-    logprobs, entropy = completion_logprobs(model, r.prompt_ids, r.prompt_mask, r.completion_ids, 5, temperature,
-                                            r.completion_mask)
+    logprobs, entropy = completion_logprobs(model, r.prompt_ids, r.prompt_mask, r.completion_ids, r.completion_mask, 5,
+                                            temperature)
     assert_close(logprobs.detach(), r.logprobs, atol=1e-5, rtol=0)
     for row in range(len(r.texts)):
         every = full_logprobs(model, r, row)[1]
@@ -92,7 +92,7 @@ def test_a_row_alone_equals_the_row_in_any_batch(model, tokenizer):
         i, n = row//3, int(r.completion_mask[row].sum())
         ids, mask = encode_prompts(tokenizer, PROMPTS[i:i+1], END)
         done, active = r.completion_ids[row:row+1], r.completion_mask[row:row+1]
-        alone, _ = completion_logprobs(model, ids, mask, done, 1, 1., active)
+        alone, _ = completion_logprobs(model, ids, mask, done, active, 1, 1.)
         assert_close(alone[0, :n].detach(), r.logprobs[row, :n], atol=1e-5, rtol=0)
 
 
@@ -106,7 +106,7 @@ def test_left_and_right_padding_change_nothing(model, tokenizer, extra):
         left[i, P+extra-n:], left_mask[i, P+extra-n:] = r.prompt_ids[i, P-n:], True
         right[i, :n], right_mask[i, :n] = r.prompt_ids[i, P-n:], True
     for ids, mask in ((left, left_mask), (right, right_mask)):
-        logprobs, _ = completion_logprobs(model, ids, mask, r.completion_ids, 3, 1., r.completion_mask)
+        logprobs, _ = completion_logprobs(model, ids, mask, r.completion_ids, r.completion_mask, 3, 1.)
         assert_close(logprobs.detach(), r.logprobs, atol=1e-5, rtol=0)
         got, got_mask, got_logprobs = generate(model, ids, mask, 3, 16, 1., END, seeded())
         assert got.equal(r.completion_ids) and got_mask.equal(r.completion_mask)
@@ -145,7 +145,7 @@ def test_scoring_reads_each_prompt_once(model, tokenizer, monkeypatch):
     r = sample(model, tokenizer, PROMPTS, 4, 20, 1., seeded())
     rows, prefill = [], GPT.prefill
     monkeypatch.setattr(GPT, 'prefill', lambda self, ids, *a: rows.append(len(ids)) or prefill(self, ids, *a))
-    completion_logprobs(model, r.prompt_ids, r.prompt_mask, r.completion_ids, 4, 1., r.completion_mask)
+    completion_logprobs(model, r.prompt_ids, r.prompt_mask, r.completion_ids, r.completion_mask, 4, 1.)
     assert sum(rows) == len(PROMPTS)
 
 
@@ -304,8 +304,8 @@ def test_gradients_equal_those_of_a_full_forward(tokenizer):
     model = make_model().double()
     r = sample(model, tokenizer, PROMPTS, 3, 14, 0.8, seeded())
     weights = torch.randn(r.logprobs.shape, generator=seeded(2))
-    logprobs, entropy = completion_logprobs(model, r.prompt_ids, r.prompt_mask, r.completion_ids, 3, 0.8,
-                                            r.completion_mask)
+    logprobs, entropy = completion_logprobs(model, r.prompt_ids, r.prompt_mask, r.completion_ids, r.completion_mask, 3,
+                                            0.8)
     (weights*logprobs + 0.3*entropy).sum().backward()
     got = {n: p.grad.clone() for n, p in model.named_parameters()}
     model.zero_grad()
@@ -320,12 +320,13 @@ def test_gradients_equal_those_of_a_full_forward(tokenizer):
 
 
 @pytest.mark.parametrize('with_entropy', [True, False])
-def test_tiles_change_neither_values_nor_gradients(model, tokenizer, with_entropy):
+def test_tiles_change_neither_values_nor_gradients(model, tokenizer, with_entropy, monkeypatch):
     r, results = sample(model, tokenizer, PROMPTS, 3, 14, 0.8, seeded()), []
     for tile_elements in (2**24, 7*len(WORDS), 1):
+        monkeypatch.setattr('rookworld_nb.sampling.TILE_ELEMENTS', tile_elements)
         model.zero_grad()
-        logprobs, entropy = completion_logprobs(model, r.prompt_ids, r.prompt_mask, r.completion_ids, 3, 0.8,
-                                                r.completion_mask, with_entropy, tile_elements)
+        logprobs, entropy = completion_logprobs(model, r.prompt_ids, r.prompt_mask, r.completion_ids, r.completion_mask, 3,
+                                                0.8, with_entropy)
         ((logprobs**2).sum() + (entropy.sum() if with_entropy else 0)).backward()
         assert (entropy is not None) == with_entropy
         results.append([logprobs.detach(), *(p.grad.clone() for p in model.parameters())])
@@ -336,7 +337,7 @@ def test_tiles_change_neither_values_nor_gradients(model, tokenizer, with_entrop
 
 def test_sampled_logprobs_can_enter_an_autograd_graph(model, tokenizer):
     r = sample(model, tokenizer, PROMPTS, 2, 8, 1., seeded())
-    logprobs, _ = completion_logprobs(model, r.prompt_ids, r.prompt_mask, r.completion_ids, 2, 1., r.completion_mask)
+    logprobs, _ = completion_logprobs(model, r.prompt_ids, r.prompt_mask, r.completion_ids, r.completion_mask, 2, 1.)
     ((logprobs-r.logprobs).exp()*r.logprobs).sum().backward()
     model.zero_grad()
     assert not r.logprobs.requires_grad and not r.logprobs.is_inference()
@@ -477,26 +478,26 @@ def test_a_vocabulary_with_nan_is_refused(temperature):
 def test_nothing_sampled_has_no_hidden_states():
     model, tokenizer = load_pretrained('nano')
     none = sample(model, tokenizer, ['P: a', 'P: b'], 3, 4, 1., share=slice(0, 0))
-    assert completion_logprobs(model, none.prompt_ids, none.prompt_mask, none.completion_ids, 3, 1., none.completion_mask)[0].shape == (0, 0)
+    assert completion_logprobs(model, none.prompt_ids, none.prompt_mask, none.completion_ids, none.completion_mask, 3, 1.)[0].shape == (0, 0)
 
 
 def test_rows_that_do_not_match_the_prompts_are_refused(model, tokenizer):
     r = sample(model, tokenizer, ['a b', 'c'], 2, 3, 1., torch.Generator().manual_seed(0))
     for ids, mask, group_size in ((r.completion_ids, r.completion_mask, 4), (r.completion_ids, r.completion_mask[:, :-1], 2)):
         with pytest.raises(SamplingError, match='as many rows as their product'):
-            completion_logprobs(model, r.prompt_ids, r.prompt_mask, ids, group_size, 1., mask)
-    whole = completion_logprobs(model, r.prompt_ids, r.prompt_mask, r.completion_ids, 2, 1., r.completion_mask)[0]
-    assert_close(completion_logprobs(model, r.prompt_ids, r.prompt_mask, r.completion_ids, 2, 1., r.completion_mask.int())[0], whole)
+            completion_logprobs(model, r.prompt_ids, r.prompt_mask, ids, mask, group_size, 1.)
+    whole = completion_logprobs(model, r.prompt_ids, r.prompt_mask, r.completion_ids, r.completion_mask, 2, 1.)[0]
+    assert_close(completion_logprobs(model, r.prompt_ids, r.prompt_mask, r.completion_ids, r.completion_mask.int(), 2, 1.)[0], whole)
 
 
 def test_long_prompts_and_long_completions_of_other_rows_share_a_batch():
     model = make_model(n_positions=8)
     prompts = torch.tensor([[1, 3, 4, 5, 6, 7], [0, 0, 0, 0, 0, 1]])
     ids, mask = torch.tensor([[4, 0, 0, 0, 0, 0], [4, 5, 6, 7, 8, 0]]), torch.tensor([[1, 1, 0, 0, 0, 0], [1]*6]).bool()
-    found = completion_logprobs(model, prompts, prompts > 0, ids, 1, 1., mask)[0]
+    found = completion_logprobs(model, prompts, prompts > 0, ids, mask, 1, 1.)[0]
     for row in range(2):
         part = slice(row, row + 1)
-        assert_close(found[part], completion_logprobs(model, prompts[part], prompts[part] > 0, ids[part], 1, 1., mask[part])[0])
+        assert_close(found[part], completion_logprobs(model, prompts[part], prompts[part] > 0, ids[part], mask[part], 1, 1.)[0])
 
 
 def test_a_tokenizer_of_a_larger_model_is_refused(tokenizer):

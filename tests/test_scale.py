@@ -244,6 +244,12 @@ def test_a_ticket_whose_workers_die_is_given_up(tmp_path, monkeypatch):
     assert table.loc[table['outcome'] == 'error', 'reason'].tolist() == ['the worker was killed, 3 times']
 
 
+def test_a_mistake_of_our_own_ends_a_study_with_its_traceback(tmp_path, monkeypatch):
+    "It is not tried three times and called a killed worker."
+    monkeypatch.setattr(scale, 'outcome_of', lambda *given: 1/0)
+    with pytest.raises(ZeroDivisionError): list(run_search(Search({'output_dir': str(tmp_path/'study')}, ('kl_coef=.1',))))
+
+
 @pytest.mark.slow
 def test_a_study_that_is_killed_and_interrupted_goes_on_inside_the_trial(tmp_path, lines, monkeypatch, capsys):
     given = tiny(tmp_path, lines, steps=12, save_every=1)

@@ -105,7 +105,7 @@ def rescored(sampler, experience, change=lambda r: r):
     def scored(r):
         seen = change(r)
         with torch.no_grad():
-            logprobs, _ = completion_logprobs(sampler, seen.prompt_ids, seen.prompt_mask, r.completion_ids, G, r.temperature, r.completion_mask)
+            logprobs, _ = completion_logprobs(sampler, seen.prompt_ids, seen.prompt_mask, r.completion_ids, r.completion_mask, G, r.temperature)
         return replace(r, logprobs=logprobs)
     return with_rollouts(experience, scored)
 
@@ -294,7 +294,7 @@ def expected_reward(model):
     for one in TASK.samples[:10]:
         prompt = torch.tensor([TASK.tokenizer.encode(one.prompt).ids])
         with torch.no_grad():
-            logprobs, _ = completion_logprobs(model, prompt, torch.ones_like(prompt, dtype=torch.bool), ids, len(ids), 1., mask)
+            logprobs, _ = completion_logprobs(model, prompt, torch.ones_like(prompt, dtype=torch.bool), ids, mask, len(ids), 1.)
         probability = logprobs.sum(1).exp()
         assert probability.sum().item() == pytest.approx(1, abs=1e-4)
         total += float((probability*TASK([one.prompt]*len(ids), texts).rewards).sum())
