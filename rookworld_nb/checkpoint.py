@@ -66,7 +66,7 @@ def write_checkpoint(
     state: dict[str, Any] | None = None,  # tensors and plain values for trainer.pt; None: the model alone
     profiles: dict[str, Any] | None = None,  # for memory_profiles.json; None: there are none
 ) -> None:
-    "Write a checkpoint: the folder is there complete, or not at all; CheckpointError where the disk is full."
+    "Write a checkpoint: the folder is there complete, or not at all; CheckpointError where that fails."
     aside, old = (folder.with_name(f'.{folder.name}.{end}') for end in ('part', 'old'))
     put_back(folder.parent)    # broken off between the renamings below
     for path in (aside, old): shutil.rmtree(path, ignore_errors=True)

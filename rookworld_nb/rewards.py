@@ -60,7 +60,7 @@ def is_inside(
 @dataclass(frozen=True)
 class RewardTerms:
     """What each part of an answer counts, and how it is measured; a training run has these settings too."""
-    penalty: float = -0.3                     # all parts 0 (graduated: unreadable; ladder: that, and no rung)
+    penalty: float = -0.3                     # of an unreadable answer (continuous: all parts 0; ladder: and no rung)
     policy_format_weight: float = 2.0         # P: weight of the format
     candidates_weight: float = 1.5            # P: weight of the overlap with the engine's moves
     evals_weight: float = 1.0                 # P: weight of the evaluations' closeness
@@ -91,7 +91,7 @@ class RewardTerms:
 # %% ../nbs/05_rewards.ipynb #59f842de
 @dataclass(frozen=True)
 class RewardConfig(RewardTerms):
-    """What a completion is paid for, in [penalty, 1]; a run pays with others, by default `TrainConfig().rewards`."""
+    """What a completion is paid for; a run pays with others, by default `TrainConfig().rewards`."""
     reward_shaping: Shaping = 'graduated'     # how the weighted mean becomes the reward; train says continuous
     normalize_rewards: bool = False           # rewards less their running mean, over their running deviation, per task
 

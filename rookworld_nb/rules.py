@@ -351,7 +351,7 @@ class Stockfish(_KeptEngine):
     def analyse(self,
         fen: str,                # FEN of a possible position
     ) -> tuple[Candidate, ...]:  # best first; fewer than multipv where fewer moves are legal, () where none is
-        "The best moves and their evaluations; the same position always gets the same answer."
+        "The best moves and their evaluations; the same answer each time, unless `fresh` is off."
         fen = parse_board(fen).fen()
         if not legal_moves(fen): return ()
         key = self.cache and f'{self.name}|{self.settings}|{fen}'

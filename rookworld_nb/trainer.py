@@ -745,8 +745,7 @@ class Trainer(Learner):
         self,
         rollouts: Iterable[Experience],  # asked for one at a time; a `RolloutBuffer` is emptied after a failure
     ) -> Iterator[dict[str, float]]:     # metrics by name, one row per optimiser step
-        """Update until the steps are done, the experiences end, or the run fails for good; `stop_reason` says which.
-        A recovery goes back to the last state that was proposed (`propose`) and found sound; at first the start."""
+        "Update until all is done or has failed (`stop_reason`); a recovery goes back to what `propose` marked."
         source = iter(rollouts)
         if not self.good: self.remember()
         if self.starved: self.stop_reason, self.starved = '', False
