@@ -339,7 +339,7 @@ class KVCache:
         k: Tensor,   # (N, H, T, d) keys of the new tokens
         v: Tensor,   # (N, H, T, d) their values
     ) -> tuple[Tensor, Tensor]:  # (N, H, S, d) each: the layer's keys, its values
-        'Write a layer of the new tokens behind the old ones; `length` moves on after the last layer.'
+        'Write a layer of the new tokens after the old ones; `length` moves on after the last layer.'
         N, H, T, d = k.shape
         end = self.length+T
         if layer == len(self.keys):

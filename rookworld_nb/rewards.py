@@ -262,7 +262,7 @@ class Judged(NamedTuple):
 def read_policy(
     text: str,      # a P: completion, whatever it says
 ) -> PolicyAnswer:  # unreadable if it brings a position of its own
-    """Read what stands behind a policy prompt; a text that occurs again is not parsed again."""
+    """Read what stands after a policy prompt; a text that occurs again is not parsed again."""
     answer = parse_policy(text)
     restated = answer.fen is not None or text.lstrip().startswith('P:')    # what stands there may be no position
     return PolicyAnswer(clean=False) if restated else answer
@@ -272,7 +272,7 @@ def read_policy(
 def read_env(
     text: str,   # an A: completion, whatever it says
 ) -> EnvAnswer:  # unreadable if it brings a position or a move of its own
-    """Read what stands behind an environment prompt; a text that occurs again is not parsed again."""
+    """Read what stands after an environment prompt; a text that occurs again is not parsed again."""
     answer = parse_env(text)
     return answer if answer.fen is None and answer.uci is None else EnvAnswer(clean=False)
 

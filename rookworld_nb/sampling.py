@@ -149,7 +149,7 @@ class Rollouts:
     'What was sampled, and with which probability; row i*group_size + j is sample j of prompt i.'
     prompt_ids: Tensor       # (B, P) int64, left padded
     prompt_mask: Tensor      # (B, P) bool, True at real tokens
-    completion_ids: Tensor   # (N, T) int64, N = B*group_size; filled with the end token behind it
+    completion_ids: Tensor   # (N, T) int64, N = B*group_size; filled with the end token after it
     completion_mask: Tensor  # (N, T) bool, True up to and including the first end token
     logprobs: Tensor         # (N, T) fp32 nats, of the sampled ids when they were sampled; 0 where masked
     texts: list[str]         # N completions, cut before the end token
@@ -197,7 +197,7 @@ def room_after(
     prompts: Sequence[str],  # B texts, for the message
     prompt_mask: Tensor,     # (B, P) bool
     n_positions: int,        # of the model
-) -> int:                    # new tokens that fit behind the longest prompt, >= 1
+) -> int:                    # new tokens that fit after the longest prompt, >= 1
     'How many tokens every row may add.'
     lengths = prompt_mask.sum(1)
     room = n_positions-int(lengths.max())
