@@ -8,8 +8,8 @@ __all__ = ['SCHEDULES', 'ADAMW', 'LOSS_OPTIONS', 'KL_LIMITS', 'PIECE_TOKENS', 'l
            'FirstUpdateError', 'likely_cause', 'check_kl_inputs', 'check_first_update', 'exact_token_kl', 'Critic',
            'judged_by', 'critic_loss', 'Learning', 'learn_answers', 'check_needs', 'broken_rows',
            'accumulate_gradients', 'take_step', 'seen_by_all', 'add_gradients', 'Health', 'find_failure', 'follow_kl',
-           'count_skipped', 'Learner', 'still_computes', 'speed', 'update', 'recover', 'trainer_state',
-           'restore_trainer', 'Trainer']
+           'count_skipped', 'Learner', 'still_computes', 'trained_tokens', 'speed', 'update', 'recover',
+           'trainer_state', 'restore_trainer', 'Trainer']
 
 # %% ../nbs/19_trainer.ipynb #2a1b3d85
 import copy
@@ -369,6 +369,7 @@ class Learning:
     ref_model: GPT | None = None  # the reference, where the KL is exact
     critic: Critic | None = None  # where advantages come from one
     answers: Answers | None = None  # right ones, whose chance is raised too
+    ranks: Ranks = ALONE      # who shares the step
 
     def piece(
         self,
@@ -392,25 +393,23 @@ class Learning:
         own = {name: value for name, value in columns.items() if name not in ('values', 'returns')}
         loss, metrics = grpo_loss(**own, **options, kl_coef=self.kl_coef,
                                   max_completion_length=self.longest, num_items=self.items)
-        if self.critic is None:
-            return loss, metrics
+        if self.critic is None: return loss, metrics
         off, more = critic_loss(columns['values'], columns['returns'], columns['completion_mask'], self.tokens)
         return loss + config.value_loss_coef*off, metrics | more
 
 # %% ../nbs/19_trainer.ipynb #3c4ff8fd
 def learn_answers(
     learning: Learning,  # the policy's gradients are added to what its parameters hold
-    ranks: Ranks,        # each takes some of the answers
 ) -> dict[str, float]:   # mean chance of another answer; nothing without right answers
-    "Backward through the right answers of the step: the chance of each shall rise."
+    "Backward through the right answers of the step, of which each process takes some: the chance of each shall rise."
     if learning.answers is None: return {}
     model, count, wrong = learning.model, len(learning.answers), 0.
-    mine = learning.answers.rows(ranks.share(count)).to(model.wte.weight.device)
+    mine = learning.answers.rows(learning.ranks.share(count)).to(model.wte.weight.device)
     for some in mine.pieces(learning.config.micro_batch_size or max(1, usual_piece(mine))):    # a share may be empty
         missing = (1 - answer_logprobs(model, some).exp()).sum()/count
         (learning.config.answer_coef*missing).backward()
         wrong = wrong + missing.detach()
-    return {'answers_wrong': sum(ranks.gather(float(wrong)))}
+    return {'answers_wrong': sum(learning.ranks.gather(float(wrong)))}
 
 
 def check_needs(
@@ -437,10 +436,10 @@ def accumulate_gradients(
     learning: Learning,      # the policy's gradients are added to what its parameters hold
     experience: Experience,  # one batch
     first: bool = False,     # before the first update: check the identity, and raise FirstUpdateError where it fails
-    ranks: Ranks = ALONE,    # each takes some groups; afterwards all have the gradients and metrics of the whole batch
 ) -> tuple[dict[str, float], list[bool]]:  # metrics of the whole batch; which rows of its table are broken
-    "Forward and backward through every piece."
-    mine, seen = share_of(experience, ranks, learning.model.cfg.n_embd), []
+    "Forward and backward through every piece; each process takes some groups, and all end with the same sums."
+    ranks, seen = learning.ranks, []
+    mine = share_of(experience, ranks, learning.model.cfg.n_embd)
     for micro in micro_batches(mine, learning.config.micro_batch_size):
         columns = learning.piece(micro)
         if first:
@@ -454,8 +453,8 @@ def accumulate_gradients(
     if len(seen) > 1 or ranks.size > 1:    # a percentile or a maximum is no mean over pieces
         with torch.no_grad():
             loss, metrics = learning.loss(whole)
-    beside = learn_answers(learning, ranks)
-    add_gradients(ranks, learning)
+    beside = learn_answers(learning)
+    add_gradients(learning)
     return {'loss': loss.item()} | metrics | beside, broken_rows(whole)
 
 # %% ../nbs/19_trainer.ipynb #777d8ffc
@@ -484,15 +483,14 @@ def seen_by_all(
 
 
 def add_gradients(
-    ranks: Ranks,        # who works together
     learning: Learning,  # policy and critic hold the gradients of this process's groups
 ) -> None:
     "Replace gradients by their sums over the processes: each was already divided by the count of the whole batch."
-    if ranks.size > 1:
+    if learning.ranks.size > 1:
         parts = [part for part in (learning.model, learning.critic) if part is not None]
         trained = [p for part in parts for p in part.parameters() if p.requires_grad]
         for p in trained: p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-        add_up(ranks, [p.grad for p in trained])
+        add_up(learning.ranks, [p.grad for p in trained])
 
 # %% ../nbs/19_trainer.ipynb #e4f3a0a0
 RECENT = 20    # steps that a skipped update or a recovery counts as recent
@@ -623,19 +621,25 @@ def still_computes(
         return bool(model.logits(model.hidden(rollouts.prompt_ids[:1, -2:])[:, -1]).isfinite().all())
 
 
+def trained_tokens(
+    experience: Experience,  # one batch
+) -> int:                    # of completions; those that are left out do not count
+    "How many tokens are learned from."
+    return sum(int(part.loss_mask.sum()) for part in experience.parts)
+
+
 def speed(
     learning: Learning,      # with the policy
     experience: Experience,  # of an update
-    ranks: Ranks,            # who shared it
     seconds: float,          # that it took
 ) -> dict[str, float]:       # metrics by name
     "How fast an update was, and how busy it kept the machine: what it needed of what was possible."
-    model, tokens = learning.model, sum(int(part.loss_mask.sum()) for part in experience.parts)
+    model, tokens = learning.model, trained_tokens(experience)
     read = [part.rollouts for part in experience.parts]
     if learning.answers:
         read, tokens = [*read, learning.answers], tokens + int(learning.answers.completion_mask.sum())
     needed = 3*sum(group_operations(model.cfg, r.prompt_mask.sum(1), r.completion_mask.sum(1)) for r in read)
-    possible = ranks.size*product_rate(model.wte.weight.device, model.bf16)
+    possible = learning.ranks.size*product_rate(model.wte.weight.device, model.bf16)
     return {'perf/train_tok_s': tokens/max(seconds, 1e-9), 'perf/mfu': needed/possible/max(seconds, 1e-9)}
 
 # %% ../nbs/19_trainer.ipynb #6c9e6eb4
@@ -646,15 +650,15 @@ def update(
     "Gradients, guards, AdamW, KL control; nothing moves where a number is not finite or the policy has diverged."
     start, config, step, health = time.perf_counter(), trainer.config, trainer.step + 1, trainer.health
     rate, kl_coef = config.lr*lr_factor(step, config)*health.lr_scale, trainer.kl.coefficient(step)
-    tokens = sum(int(part.loss_mask.sum()) for part in experience.parts)
+    tokens = trained_tokens(experience)
     in_loss = kl_coef if experience.kl_penalty is None else 0.    # the rewards have paid for it
     learning = Learning(trainer.model, config, in_loss, items_of(experience, config.loss_type), max(1, tokens),
                         experience.max_completion_length, trainer.ref_model, trainer.critic,
-                        trainer.answers(step) if config.answer_coef and tokens else None)
+                        trainer.answers(step) if config.answer_coef and tokens else None, trainer.ranks)
     trainer.optimizer.zero_grad(set_to_none=True)    # whatever the model was used for before
     first = trainer.untouched
     if first: check_kl_inputs(experience, config)
-    metrics, broken = accumulate_gradients(learning, experience, first, trainer.ranks)
+    metrics, broken = accumulate_gradients(learning, experience, first)
     if first and tokens and 'kl' not in metrics and any(getattr(config, name) for name in KL_LIMITS):
         logger.warning('without a reference no KL is measured, and no limit on it (%s) acts', ', '.join(KL_LIMITS))
     trainer.step = step    # only now: where the check of the first update raises, it is still the first
@@ -677,7 +681,7 @@ def update(
         follow_kl(health, metrics['kl'])
     return {'step': step} | experience.metrics() | metrics | {
         'kl_coef': kl_coef, 'grad_norm': norm, 'learning_rate': rate, **health.metrics(step),
-        **speed(learning, experience, trainer.ranks, time.perf_counter() - start)}
+        **speed(learning, experience, time.perf_counter() - start)}
 
 # %% ../nbs/19_trainer.ipynb #ea16f5d4
 def recover(

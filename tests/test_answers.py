@@ -12,7 +12,6 @@ from rookworld_nb.answers import RightAnswers, answer_logprobs, encode_answers, 
 from rookworld_nb.buffer import Collector, CollectorConfig, CountingTask, counting_policy
 from rookworld_nb.kl import KLConfig, SettingError
 from rookworld_nb.positions import DataError, PromptMix, Sample, by_task, outcome, shipped
-from rookworld_nb.ranks import ALONE
 from rookworld_nb.sampling import PromptLengthError
 from rookworld_nb.tasks import parse_env
 from rookworld_nb.trainer import Learning, Trainer, TrainerConfig, accumulate_gradients, items_of, learn_answers, speed
@@ -148,7 +147,7 @@ def test_the_gradient_of_their_chance_is_added_and_what_is_wrong_reported(base, 
     after, _ = accumulate_gradients(replace(learning, answers=answers), experience)
     assert_close(gradients(model), alone - .7*right, rtol=1e-4, atol=1e-6)
     assert right.norm() > .1 and after.pop('answers_wrong') == pytest.approx(1 - chance.item(), rel=1e-5) and after == pytest.approx(before)
-    assert learn_answers(learning, ALONE) == {}
+    assert learn_answers(learning) == {}
 
 
 def test_what_is_taught_beside_is_learned(base):
@@ -195,7 +194,7 @@ def test_utilisation_counts_them(base, monkeypatch):
     monkeypatch.setattr('rookworld_nb.trainer.product_rate', lambda device, bf16: 1e6)
     experience = experience_of(base)
     learning = Learning(base, settings(), .01, 1, 1, 3)
-    before, after = (speed(replace(learning, answers=answers), experience, ALONE, 1.) for answers in (None, encode_answers(TASK.tokenizer, UNEVEN[:1])))
+    before, after = (speed(replace(learning, answers=answers), experience, 1.) for answers in (None, encode_answers(TASK.tokenizer, UNEVEN[:1])))
     tokens, cfg = TASK.tokenizer.encode('P: 1').ids, base.cfg
     read = len(tokens) + 1    # the end token is written, not read
     needed = 2*12*cfg.n_embd**2*cfg.n_layer*read + 2*cfg.vocab_size*cfg.n_embd*2 + 4*cfg.n_layer*cfg.n_embd*read*(read + 1)//2

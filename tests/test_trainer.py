@@ -390,8 +390,8 @@ def test_utilisation_is_what_an_update_needs_of_what_was_possible(model, monkeyp
             needed += 4*cfg.n_layer*cfg.n_embd*(sum(range(1, prompt + 1)) + sum(prompt + t for n in written for t in range(1, n)))
             tokens += sum(written)
     learning = Learning(model, config(), .01, 1, 1, 3)
-    assert speed(learning, experience, ALONE, 2.) == pytest.approx({'perf/train_tok_s': tokens/2, 'perf/mfu': 3*needed/2e6})
-    assert speed(learning, experience, replace(ALONE, size=4), 2.)['perf/mfu'] == pytest.approx(3*needed/8e6)
+    assert speed(learning, experience, 2.) == pytest.approx({'perf/train_tok_s': tokens/2, 'perf/mfu': 3*needed/2e6})
+    assert speed(replace(learning, ranks=replace(ALONE, size=4)), experience, 2.)['perf/mfu'] == pytest.approx(3*needed/8e6)
 
 
 def test_step_time_holds_the_sampling_but_not_the_listener(model, monkeypatch):
