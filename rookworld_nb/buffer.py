@@ -5,11 +5,11 @@
 # %% auto #0
 __all__ = ['PROMPT_FIELDS', 'CountingTask', 'counting_policy', 'RolloutPart', 'mean_advantages', 'judged_groups', 'idle_groups',
            'Experience', 'spread_of', 'reward_metrics', 'component_metrics', 'completion_metrics', 'CollectorConfig',
-           'without_end', 'check_reference', 'sample_shares', 'ask_reference', 'advantages_of', 'assemble', 'priced',
-           'task_shares', 'score_all', 'stack_rows', 'of_all', 'group_work', 'share_of', 'Collector', 'BufferConfig',
-           'StoredGroup', 'put_together', 'stored_groups', 'check_room', 'next_groups', 'usable_groups', 'is_wanting',
-           'buffer_metrics', 'RolloutBuffer', 'part_state', 'part_from', 'experience_state', 'collector_state',
-           'restore_collector', 'buffer_state', 'restore_buffer']
+           'without_end', 'check_reference', 'task_shares', 'Draft', 'sample_shares', 'ask_reference', 'advantages_of',
+           'assemble', 'priced', 'score_all', 'stack_rows', 'of_all', 'group_work', 'share_of', 'Collector',
+           'BufferConfig', 'StoredGroup', 'put_together', 'stored_groups', 'check_room', 'next_groups', 'usable_groups',
+           'is_wanting', 'buffer_metrics', 'RolloutBuffer', 'part_state', 'part_from', 'experience_state',
+           'collector_state', 'restore_collector', 'buffer_state', 'restore_buffer']
 
 # %% ../nbs/17_buffer.ipynb #e1cdbd24
 import random
@@ -318,6 +318,7 @@ def without_end(
     last = rollouts.completion_mask.sum(1, keepdim=True) - 1
     return rollouts.completion_ids.gather(1, last).squeeze(1) != end_id
 
+
 def check_reference(
     model: GPT,             # the policy
     ref_model: GPT | None,  # the frozen reference, if any
@@ -325,6 +326,22 @@ def check_reference(
     "Raise SettingError where the reference moves with the policy: no KL would ever be measured."
     if ref_model is model:
         raise SettingError('the reference is the policy itself; give a copy that stays as it is (copy.deepcopy)')
+
+
+def task_shares(
+    prompts: Sequence[Sample],  # of a batch, the tasks mixed as they come
+) -> list[tuple[Sample, ...]]:  # of each task that is there
+    "Sort a batch by task; SettingError where there is nothing in it."
+    if not prompts: raise SettingError('a batch of prompts is empty')
+    return [tuple(share) for share in by_task(prompts).values() if share]
+
+
+@dataclass(frozen=True)
+class Draft:
+    "What is known of the completions of one task before they are compared."
+    samples: tuple[Sample, ...]  # B prompts
+    rollouts: Rollouts           # N = B*group_size completions
+    reference: tuple[Tensor | None, Tensor | None]  # what `ask_reference` says of them
 
 # %% ../nbs/17_buffer.ipynb #a39d9fe3
 def sample_shares(
@@ -364,84 +381,66 @@ def ask_reference(
 
 # %% ../nbs/17_buffer.ipynb #9d14b0d2
 def advantages_of(
-    shares: Sequence[tuple[Sample, ...]],  # the prompts of each part
-    rollouts: Sequence[Rollouts],          # their completions
-    scores: Scores,                        # of all completions, part after part
+    drafts: Sequence[Draft],               # one for each task
+    scores: Sequence[Scores],              # of each draft
     compare: Callable[..., Tensor],        # (rewards, group size, tasks=...) -> advantages, with baseline and scale
     credit: Callable[..., Tensor] | None,  # a `PartCredit`; None: all tokens of a completion have its advantage
-) -> list[Tensor]:                         # for each share (n,), or with credit (n, T)
+) -> list[Tensor]:                         # for each draft (N,), or with credit (N, T)
     "How much better than its neighbours each completion is, or each of its tokens."
-    ends = [*accumulate(len(done.texts) for done in rollouts)]
-    if credit is None:
-        size, tasks = rollouts[0].group_size, [sample.task for share in shares for sample in share]
-        known, advantages = judged_groups(scores.components['raw'], size), torch.zeros_like(scores.rewards)
-        if known.any():    # the others are not compared, and stay out of every mean and spread
-            chosen = known.repeat_interleave(size).to(advantages.device)
-            advantages[chosen] = compare(scores.rewards[chosen], size, tasks=[*compress(tasks, known)])
-        return [part.to(done.logprobs.device) for part, done in zip(advantages.tensor_split(ends[:-1]), rollouts)]
-    return [credit(share[0].task, done, scores.judged[end - len(done.texts):end], compare)
-            for share, done, end in zip(shares, rollouts, ends)]
+    if credit is not None:
+        return [credit(d.samples[0].task, d.rollouts, s.judged, compare) for d, s in zip(drafts, scores)]
+    size, tasks = drafts[0].rollouts.group_size, [sample.task for draft in drafts for sample in draft.samples]
+    rewards, raw = torch.cat([s.rewards for s in scores]), pd.concat([s.components['raw'] for s in scores])
+    known, advantages = judged_groups(raw, size), torch.zeros_like(rewards)
+    if known.any():    # the others are not compared, and stay out of every mean and spread
+        chosen = known.repeat_interleave(size).to(rewards.device)
+        advantages[chosen] = compare(rewards[chosen], size, tasks=[*compress(tasks, known)])
+    parts = advantages.split([len(s.rewards) for s in scores])
+    return [part.to(draft.rollouts.logprobs.device) for part, draft in zip(parts, drafts)]
 
 
 def assemble(
-    shares: Sequence[tuple[Sample, ...]],  # the prompts of each part
-    rollouts: Sequence[Rollouts],          # their completions
-    scores: Scores,                        # of all completions, part after part
-    advantages: Sequence[Tensor],          # of each part
-    references: Sequence[tuple],           # log-probabilities and hidden states of the reference, for each part
-    end_id: int,                           # the end token
-    mask_truncated: bool = False,          # leave completions that were cut off out of the loss
-) -> tuple[RolloutPart, ...]:              # one for each share
-    "Put together what belongs to each task."
-    parts, end = [], 0
-    for share, done, advantage, reference in zip(shares, rollouts, advantages, references, strict=True):
-        rows, end = slice(end, end + len(done.texts)), end + len(done.texts)
-        clipped, raw = without_end(done, end_id), torch.tensor(scores.components['raw'][rows].to_numpy())
-        trained = done.completion_mask & ~(raw.isnan().to(clipped.device) | clipped & mask_truncated)[:, None]
-        parts.append(RolloutPart(share[0].task, share, done, scores.rewards[rows], advantage, *reference,
-                                 scores.components[rows].reset_index(drop=True), clipped, trained))
-    return tuple(parts)
+    draft: Draft,        # of one task
+    scores: Scores,      # of its completions
+    advantages: Tensor,  # (N,), or with credit by part (N, T)
+    end_id: int,         # the end token
+    mask_truncated: bool = False,  # leave completions that were cut off out of the loss
+) -> RolloutPart:
+    "Put together what belongs to a task."
+    done, raw = draft.rollouts, torch.tensor(scores.components['raw'].to_numpy('float64'))
+    clipped = without_end(done, end_id)
+    trained = done.completion_mask & ~(raw.isnan().to(clipped.device) | clipped & mask_truncated)[:, None]
+    return RolloutPart(draft.samples[0].task, draft.samples, done, scores.rewards, advantages, *draft.reference,
+                       scores.components, clipped, trained)
 
 # %% ../nbs/17_buffer.ipynb #ddf6a522
 def priced(
-    scores: Scores,                # of all completions, part after part
-    rollouts: Sequence[Rollouts],  # the completions of each part
-    references: Sequence[tuple],   # log-probabilities and hidden states of the reference, for each part
-    weight: float,                 # reward that a nat costs
-) -> tuple[Scores, float]:         # the scores with lower rewards; what was taken from a reward, on average
+    draft: Draft,    # of one task
+    scores: Scores,  # of its completions
+    weight: float,   # reward that a nat costs
+) -> tuple[Scores, Tensor]:  # the scores with lower rewards; (N,) what was taken from each
     "Take the KL of each completion, kl1 summed over its tokens, from its reward."
-    if references[0][0] is None:
-        raise SettingError('a KL taken from the rewards needs a reference, and there is none')
-    kl = [(per_token_kl(done.logprobs, reference[0], 'kl1')*done.completion_mask).sum(1).cpu()
-          for done, reference in zip(rollouts, references)]
-    price = weight*torch.cat(kl)
-    return replace(scores, rewards=scores.rewards - price), float(price.mean())
-
-
-def task_shares(
-    prompts: Sequence[Sample],  # of a batch, the tasks mixed as they come
-) -> list[tuple[Sample, ...]]:  # of each task that is there
-    "Sort a batch by task; SettingError where there is nothing in it."
-    if not prompts:
-        raise SettingError('a batch of prompts is empty')
-    return [tuple(share) for share in by_task(prompts).values() if share]
+    reference, mask = draft.reference[0], draft.rollouts.completion_mask
+    if reference is None: raise SettingError('a KL taken from the rewards needs a reference, and there is none')
+    price = weight*(per_token_kl(draft.rollouts.logprobs, reference, 'kl1')*mask).sum(1).cpu()
+    return replace(scores, rewards=scores.rewards - price), price
 
 
 def score_all(
     scorer: Callable[..., Scores | Sequence[float]],  # (prompts, completions, targets) -> `Scores`, or plain rewards
-    shares: Sequence[tuple[Sample, ...]],  # the prompts of each task
-    rollouts: Sequence[Rollouts],          # their completions
-) -> Scores:                               # of all completions, task after task
-    "Ask the scorer once; plain rewards get a table that says no more than they do."
-    rows = [sample for share, done in zip(shares, rollouts) for sample in share for _ in range(done.group_size)]
-    texts = [text for done in rollouts for text in done.texts]
+    drafts: Sequence[Draft],  # one for each task
+) -> list[Scores]:            # of each draft
+    "Ask the scorer once, about everything; plain rewards get a table that says no more than they do."
+    rows = [sample for draft in drafts for sample in draft.samples for _ in range(draft.rollouts.group_size)]
+    texts = [text for draft in drafts for text in draft.rollouts.texts]
     given = scorer([row.prompt for row in rows], texts, [row.completion or None for row in rows])
     rewards = torch.as_tensor(given.rewards if isinstance(given, Scores) else given, dtype=torch.float32).cpu()
     if rewards.shape != (len(texts),):
         raise BadScores(f'the scorer gave {tuple(rewards.shape)} rewards for {len(texts)} completions: one for each')
-    if isinstance(given, Scores): return given
-    table = {'task': [row.task for row in rows], 'raw': rewards.tolist(), 'reward': rewards.tolist()}
-    return Scores(rewards, pd.DataFrame(table))
+    if not isinstance(given, Scores):
+        table = {'task': [row.task for row in rows], 'raw': rewards.tolist(), 'reward': rewards.tolist()}
+        given = Scores(rewards, pd.DataFrame(table))
+    return given.split([len(draft.rollouts.texts) for draft in drafts])
 
 # %% ../nbs/17_buffer.ipynb #8c73b49f
 def stack_rows(
@@ -527,12 +526,14 @@ class Collector:
         own = sample_shares(self.model, self.tokenizer, shares, c, self.generator, self.ranks)
         seconds = time.perf_counter() - start
         asked = [ask_reference(self.ref_model, done, c.keep_ref_hidden) for done in own]
-        rollouts, references = zip(*(of_all(self.ranks, *pair, self.end_id) for pair in zip(own, asked)))
-        scores, paid = score_all(self.scorer, shares, rollouts), None
-        if self.penalty: scores, paid = priced(scores, rollouts, references, self.penalty())
+        drafts = [Draft(s, *of_all(self.ranks, *pair, self.end_id)) for s, *pair in zip(shares, own, asked)]
+        scores, paid = score_all(self.scorer, drafts), None
+        if self.penalty:
+            scores, prices = zip(*map(partial(priced, weight=self.penalty()), drafts, scores))
+            paid = float(torch.cat(prices).mean())
         compare = partial(compute_advantages, baseline=c.baseline, scale_rewards=c.scale_rewards, tracker=self.tracker)
-        advantages = advantages_of(shares, rollouts, scores, compare, self.credit)
-        parts = assemble(shares, rollouts, scores, advantages, references, self.end_id, c.mask_truncated)
+        advantages = advantages_of(drafts, scores, compare, self.credit)
+        parts = tuple(assemble(*of_task, self.end_id, c.mask_truncated) for of_task in zip(drafts, scores, advantages))
         self.num_tokens += sum(part.num_tokens for part in parts)
         self.collected += 1
         return Experience(parts, c.group_size, c.longest, self.num_tokens, seconds, self.collected, paid)

@@ -7,10 +7,11 @@ __all__ = ['Shaping', 'ADDITIVE', 'Scaling', 'RANGES', 'POSITIVE', 'CURVES', 'PA
            'ALL_RIGHT', 'logger', 'RewardConfigError', 'is_inside', 'RewardTerms', 'RewardConfig', 'check_config',
            'scale_score', 'PolicyTruth', 'policy_format', 'candidate_gains', 'candidates_score', 'eval_gains',
            'evals_score', 'best_score', 'env_scores', 'Judged', 'read_policy', 'read_env', 'judge_policy', 'judge_env',
-           'judge', 'ladder_rung', 'shape_reward', 'MissingTarget', 'BadScores', 'refuse_lost', 'BadTarget', 'Analyser',
-           'stored_truth', 'rules_truth', 'engine_truth', 'find_truth', 'RunningNorm', 'running_norms', 'blend_shares',
-           'component_row', 'component_table', 'EngineSilent', 'engine_questions', 'Scores', 'PatientEngine',
-           'find_truths', 'judge_rows', 'default_reward', 'name_of', 'call_reward_fn', 'final_rewards', 'RewardScorer']
+           'judge', 'ladder_rung', 'shape_reward', 'MissingTarget', 'BadScores', 'refuse_lost', 'BadTarget',
+           'EngineSilent', 'Analyser', 'stored_truth', 'rules_truth', 'engine_truth', 'find_truth', 'RunningNorm',
+           'running_norms', 'blend_shares', 'component_row', 'component_table', 'engine_questions', 'Scores',
+           'PatientEngine', 'find_truths', 'judge_rows', 'default_reward', 'name_of', 'call_reward_fn', 'final_rewards',
+           'RewardScorer']
 
 # %% ../nbs/05_rewards.ipynb #b4f48dd3
 import logging
@@ -19,6 +20,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache, partial
+from itertools import accumulate
 from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 import pandas as pd
@@ -365,6 +367,10 @@ class BadTarget(ValueError):
     """A stored target that cannot be read, or targets that do not fit the prompts."""
 
 
+class EngineSilent(EngineError):
+    """The engine left `PATIENCE` questions in a row without an answer."""
+
+
 class Analyser(Protocol):
     """Anything that can list an engine's best moves, for instance `rules.Stockfish`."""
 
@@ -509,10 +515,6 @@ def component_table(
 logger = logging.getLogger(__name__)
 
 
-class EngineSilent(EngineError):
-    """The engine left `PATIENCE` questions in a row without an answer."""
-
-
 def engine_questions(
     prompts: Sequence[str],         # N prompts
     targets: Sequence[str | None],  # N perfect completions, None where there is none
@@ -538,6 +540,15 @@ class Scores:
                             f'{", ".join(self.components) or "no column"}')
         refuse_lost(rewards, self.components)
         object.__setattr__(self, 'rewards', rewards)
+
+    def split(
+        self,
+        sizes: Sequence[int],  # rows of each part, in their order
+    ) -> list['Scores']:
+        """The scores of each part."""
+        ends = [*accumulate(sizes)]
+        return [Scores(self.rewards[end-size:end], self.components[end-size:end].reset_index(drop=True),
+                       self.judged[end-size:end]) for size, end in zip(sizes, ends)]
 
 # %% ../nbs/05_rewards.ipynb #bf9bf73a
 class PatientEngine:

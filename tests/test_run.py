@@ -23,7 +23,7 @@ import torch
 import transformers
 
 import rookworld_nb.trainer
-from rookworld_nb import cli
+from rookworld_nb import buffer, cli
 from rookworld_nb.checkpoint import (CheckpointError, checkpoints_of, fingerprint, model_bytes, newest_checkpoint, read_checkpoint,
                                      write_checkpoint)
 from rookworld_nb.config import OPEN, RunError, TrainConfig
@@ -631,16 +631,15 @@ def test_without_a_folder_the_newest_run_is_taken(tmp_path, monkeypatch):
 
 # numbers that are none
 
-def test_a_poisoned_reward_is_saved_and_the_run_goes_on(tmp_path):
-    run = Run(replace(TINY, output_dir=str(tmp_path/'run'), normalize_rewards=False))
-    scorer, calls = run.collector.scorer, itertools.count()
+def test_a_step_that_cannot_be_taken_is_saved_and_the_run_goes_on(tmp_path, monkeypatch):
+    run, calls = Run(replace(TINY, output_dir=str(tmp_path/'run'), normalize_rewards=False)), itertools.count()
+    compared = buffer.advantages_of
 
-    def poisoned(*args):
-        scores = scorer(*args)
-        if next(calls) == 1:
-            scores.rewards[1] = math.nan
-        return scores
-    run.collector.scorer = poisoned
+    def spoiled(*args):
+        parts = compared(*args)
+        if next(calls) == 1: parts[0][1] = math.nan
+        return parts
+    monkeypatch.setattr(buffer, 'advantages_of', spoiled)
     rows = list(run.steps())
     assert len(rows) == 6 and rows[-1]['skipped_updates'] >= 1
     saved = list((tmp_path/'run'/'skipped').iterdir())

@@ -411,21 +411,21 @@ def test_step_time_holds_the_sampling_but_not_the_listener(model, monkeypatch):
 
 # numbers that are none
 
-def poisoned_rewards(value):
-    def scorer(prompts, completions, targets=None):
-        scores = TASK(prompts, completions)
-        scores.rewards[1] = value
-        return scores
-    return scorer
+def spoiled(experiences, value):
+    "The same, with one advantage that is no number: `Scores` lets no such reward in."
+    for experience in experiences:
+        first, *others = experience.parts
+        advantages = first.advantages.index_fill(0, torch.tensor([1]), value)
+        yield replace(experience, parts=(replace(first, advantages=advantages), *others))
 
 
 @pytest.mark.parametrize('value', [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize('when', [0, 2])
-def test_a_bad_reward_moves_nothing(model, value, when):
+def test_a_bad_advantage_moves_nothing(model, value, when):
     trainer = Trainer(model, config())
     rows = steps(trainer, collector(model), when)
     before, state = weights(model), copy.deepcopy(trainer.optimizer.state_dict())
-    row, = steps(trainer, collector(model, scorer=poisoned_rewards(value)), 1)
+    row, = steps(trainer, spoiled(collector(model), value), 1)
     assert row['skipped_updates'] == trainer.health.skipped == 1 and same(model, before)
     assert_close(trainer.optimizer.state_dict()['state'], state['state'], rtol=0, atol=0)
     assert [r['skipped_updates'] for r in rows] == [0]*when and row['step'] == when + 1
@@ -456,7 +456,7 @@ def test_one_bad_piece_of_many_is_enough(model):
 
 
 def test_a_skipped_step_is_logged(model, caplog):
-    steps(Trainer(model, config()), collector(model, scorer=poisoned_rewards(math.nan)), 1)
+    steps(Trainer(model, config()), spoiled(collector(model), math.nan), 1)
     assert 'step 1 skipped' in caplog.text
 
 
@@ -890,7 +890,7 @@ def test_an_update_without_a_token_is_skipped(model, caplog):
 
 
 def test_an_update_without_a_token_does_not_end_a_row_of_broken_ones(model):
-    bad, good = next(collector(model, scorer=poisoned_rewards(math.nan))), next(collector(model))
+    bad, good = next(spoiled(collector(model), math.nan)), next(collector(model))
     empty = replace(good, parts=tuple(replace(part, loss_mask=torch.zeros_like(part.loss_mask)) for part in good.parts))
     trainer = Trainer(model, config(steps=9, max_skipped=2, max_recoveries=0))
     rows = steps(trainer, iter([bad, empty, bad, empty]), 4)
@@ -945,16 +945,16 @@ def equal_states(state, before):
 
 def test_updates_skipped_in_a_row_are_a_failure(model):
     trainer = Trainer(model, config(steps=9, max_skipped=2, max_recoveries=1))
-    rows = list(trainer.run(collector(model, scorer=poisoned_rewards(math.nan))))
+    rows = list(trainer.run(spoiled(collector(model), math.nan)))
     assert len(rows) == 4 and trainer.diverged and rows[-1]['skipped_updates'] == 4 and rows[-1]['recoveries'] == 1
     assert 'diverged at step 4 after 1 recoveries: 2 updates in a row' in trainer.stop_reason
 
 
 def test_a_single_skipped_update_is_none(model):
-    scorers = itertools.cycle([poisoned_rewards(math.nan), TASK])
     def experiences():
-        for scorer in scorers:
-            yield next(collector(model, scorer=scorer))
+        while True:
+            yield next(spoiled(collector(model), math.nan))
+            yield next(collector(model))
     trainer = Trainer(model, config(steps=8, max_skipped=2))
     rows = list(trainer.run(experiences()))
     assert len(rows) == 8 and trainer.health.recoveries == 0 and rows[-1]['skipped_updates'] == 4
@@ -962,7 +962,7 @@ def test_a_single_skipped_update_is_none(model):
 
 def test_what_went_wrong_is_recent_for_a_while_only(model):
     trainer = Trainer(copy.deepcopy(model), config(steps=RECENT + 4))
-    bad, good = next(collector(model, scorer=poisoned_rewards(math.nan))), next(collector(model))
+    bad, good = next(spoiled(collector(model), math.nan)), next(collector(model))
     rows = list(trainer.run([good, bad, bad] + [good]*(RECENT + 1)))
     assert [row['skipped_updates'] for row in rows] == [0, 1] + [2]*(RECENT + 2)
     assert [row['skipped_recently'] for row in rows] == [0, 1] + [2]*(RECENT - 1) + [1, 0, 0]
