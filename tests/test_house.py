@@ -89,6 +89,12 @@ def test_readme_equals_the_index():
     subprocess.run([sys.executable, ROOT/'.ci'/'readme', '--check'], check=True, timeout=120)
 
 
+@pytest.mark.parametrize('notebook', NOTEBOOKS, ids=ids)
+def test_no_list_is_taken_for_front_matter(notebook):
+    first = cells(notebook, 'markdown')[0]
+    assert re.findall(r'^-\s+\S.*:.*\S\s*$', source(first), re.M) == [], 'nbdev reads these lines as YAML: begin them with *'
+
+
 def test_links_of_the_readme_lead_somewhere():
     links = re.findall(r'\]\((?![a-z]+:|#)([^)]+)\)', (ROOT/'README.md').read_text(encoding='utf-8'))
     assert [link for link in links if not (ROOT/link).exists()] == []
