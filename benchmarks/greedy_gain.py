@@ -75,7 +75,7 @@ def rare_moves(count, cache, exclude):
 def undrawn_positions(run, config):
     "P: samples that a finished run could have drawn and did not; nor did one of its A: prompts or answers show their position."
     samples, (_, state) = training_samples(config), newest_checkpoint(run)
-    mix = PromptMix(samples, config.batch_positions, config.mix_env_ratio, config.seed, config.rare_env_ratio)
+    mix = PromptMix(samples, config.batch_positions, config.mix_env_ratio, config.seed, config.rare_env_ratio, config.easy_first)
     drawn = [sample for number in range(state['prompts']['drawn']) for sample in mix.batch(number)]
     return apart_from(by_task(samples)['P'], seen_positions(drawn))
 
@@ -98,6 +98,23 @@ def closing_rows(run):
     return policy.assign(task=policy['temperature'].map(lambda temperature: 'P held-out, sampled' if temperature else 'P held-out'))
 
 
+def settings_of(run, config, share):
+    "Name and settings of a run, as the CSV has them."
+    settings = {'run': run.name, **{name: getattr(config, name) for name in SETTINGS}, 'share': share}
+    return {name: float(f'{value:.6g}') if isinstance(value, float) else value for name, value in settings.items()}
+
+
+def earlier_rows(csv, settings):
+    "The CSV so far; ends the program where it holds other runs of these names."
+    if not csv or not csv.exists(): return pd.DataFrame()
+    old = pd.read_csv(csv, dtype={'run': str})
+    for now in settings:
+        rows = old.loc[old['run'] == now['run'], [*now]].astype(object)
+        if len(rows) and (was := rows.where(rows.notna(), None).iloc[0].to_dict()) != now:
+            sys.exit(f'{csv}: its {now["run"]} had {was}, not {now}; rename one of the two')
+    return old
+
+
 def main():
     options = argparse.ArgumentParser(description=__doc__.partition('\n')[0])
     options.add_argument('runs', nargs='+', type=Path, help='finished run folders')
@@ -110,13 +127,14 @@ def main():
     options.add_argument('--undrawn', action='store_true', help='take prompts that the run did not draw')
     options.add_argument('--csv', type=Path, help='table to add to')
     options = options.parse_args()
-    exclude = read_excluded(options.exclude)
+    configs = [TrainConfig(**json.loads((run/'config.json').read_text(encoding='utf-8'))) for run in options.runs]
+    described = [settings_of(run, config, options.share) for run, config in zip(options.runs, configs)]
+    exclude, old = read_excluded(options.exclude), earlier_rows(options.csv, described)
     fresh = fresh_positions(max(options.moves, 0 if options.undrawn else options.positions), options.cache, exclude)
     moves, scarce = moves_in(fresh[:options.moves]), rare_moves(options.rare, options.cache, exclude)
     held, stress = by_task(shipped('heldout'))['A'], shipped('stress')
     before, tables = {}, []
-    for run in options.runs:
-        config = TrainConfig(**json.loads((run/'config.json').read_text(encoding='utf-8')))
+    for run, config, settings in zip(options.runs, configs, described):
         samples = (undrawn_positions(run, config) if options.undrawn else fresh)[:options.positions] + held
         scorer = RewardScorer(config.rewards).for_evaluation()
         parts = ['usual']*len(samples) + ['stress']*len(stress) + ['moves']*len(moves) + ['scarce']*len(scarce)
@@ -133,18 +151,12 @@ def main():
         if moves: found.append(env_moves(*of('moves'), 'A natural'))
         if scarce: found.append(env_moves(*of('scarce'), 'A rare, fresh'))
         table = pd.concat(found).drop(columns='temperature')
-        settings = {'run': run.name, **{name: getattr(config, name) for name in SETTINGS}, 'share': options.share}
         tables.append(table.assign(**settings)[[*settings, *table.columns]])
         print(run.name, ', '.join(f'{row.task}: {row.metric} {row.difference:+.4f} (z {row.z:+.1f})' for row in table.itertuples()
                                   if row.task in ('A rare', 'A rare, fresh', 'A natural') or row.metric in ('reward', 'distinct_legal', 'top5_overlap', 'best_legal', 'best_move_accuracy', 'state_exact')),
               flush=True)
     if options.csv:
-        new = pd.concat(tables)
-        old = pd.read_csv(options.csv, dtype={'run': str}) if options.csv.exists() else new[:0]
-        was, now = ({run: rows[[*settings]].astype(object).fillna('none').iloc[0].tolist() for run, rows in table.groupby('run')} for table in (old, new))
-        for run in was.keys() & now.keys():
-            if was[run] != now[run]: sys.exit(f'{options.csv}: its {run} had {was[run]}, not {now[run]}; rename one of the two')
-        rows = pd.concat([old, new]).drop_duplicates(['run', 'task', 'metric'], keep='last')
+        rows = pd.concat([old, *tables]).drop_duplicates(['run', 'task', 'metric'], keep='last')
         rows.to_csv(options.csv, index=False, float_format='%.6g')
 
 

@@ -111,7 +111,7 @@ def timed(function, repeats: int) -> list[float]:
     return seconds[WARM_UP:]
 
 
-def transformers_generation(work: Work, bf16: bool, repeats: int) -> tuple[list[float], int]:
+def transformers_generation(work: Work, bf16: bool, repeats: int) -> tuple[list[float], list[int]]:
     "model.generate with its dynamic cache, all completions in one call."
     import transformers
     tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(work.folder, eos_token='<|endoftext|>', pad_token='<|endoftext|>', padding_side='left')
@@ -134,7 +134,7 @@ def completion_tokens(ids: torch.Tensor, end: int) -> int:
     return int((is_end.cumsum(1) - is_end.long() == 0).sum())
 
 
-def our_generation(work: Work, bf16: bool, repeats: int) -> tuple[list[float], int]:
+def our_generation(work: Work, bf16: bool, repeats: int) -> tuple[list[float], list[int]]:
     "`sample`."
     from rookworld_nb.sampling import sample
     from rookworld_nb.weights import load_pretrained
@@ -144,7 +144,7 @@ def our_generation(work: Work, bf16: bool, repeats: int) -> tuple[list[float], i
     return seconds, [int(rollouts.completion_mask.sum()) for rollouts in made[WARM_UP:]]
 
 
-def trl_step(work: Work, bf16: bool, repeats: int) -> tuple[list[float], int]:
+def trl_step(work: Work, bf16: bool, repeats: int) -> tuple[list[float], list[int]]:
     "GRPOTrainer, without gradient checkpointing, which only costs time at this size."
     import datasets
     import transformers
@@ -193,7 +193,7 @@ def our_run(work: Work, hardware, device: str = 'cpu', **settings) -> tuple:
     return collector, Trainer(model, config)
 
 
-def our_step(work: Work, bf16: bool, repeats: int) -> tuple[list[float], int]:
+def our_step(work: Work, bf16: bool, repeats: int) -> tuple[list[float], list[int]]:
     "Collector and Trainer, step by step."
     from rookworld_nb.hardware import HardwareConfig, use_hardware
     hardware = HardwareConfig(bf16=bf16)

@@ -83,11 +83,12 @@ def one_run(config, arm, seed, folder, moves):
     "Train as an arm says, and measure the model; the table of a finished run is kept."
     place = folder/f'{arm}, seed {seed}'
     place.mkdir(exist_ok=True)
-    if (file := place/'figures.csv').exists(): return pd.read_csv(file)
     settings, changed = ARMS[arm]
-    config, tokenizer = dataclasses.replace(config, **settings), board_tokenizer()
-    rows, held = prepare(with_rows(config, folder), tokenizer)
-    config = dataclasses.replace(config, output_dir=str(place), seed=seed)
+    study, tokenizer = dataclasses.replace(config, **settings), board_tokenizer()
+    config = dataclasses.replace(study, output_dir=str(place), seed=seed)
+    if (file := place/'figures.csv').exists() and pretrain._load_checkpoint(place/'checkpoint.pt', config)['step'] == config.steps:
+        return pd.read_csv(file)
+    rows, held = prepare(with_rows(study, folder), tokenizer)
     with ExitStack() as stack:
         for name, value in changed.items(): stack.enter_context(patch(name, value))
         seconds = [row['seconds'] for row in pretrain.train(config, rows, tokenizer, held)]

@@ -25,7 +25,9 @@ def main() -> None:
     options.add_argument('--level', default='skill=0', help='skill=N, elo=N or nodes=N')
     options = options.parse_args()
     if options.games < 2 or options.games % 2: sys.exit(f'--games {options.games}: must be even, and at least 2')
-    openings, start = [position.fen for position in opening_positions()[:options.games//2]], time.perf_counter()
+    openings, start = [position.fen for position in opening_positions()], time.perf_counter()
+    if options.games > 2*len(openings): sys.exit(f'--games {options.games}: at most {2*len(openings)}, two for each opening')
+    openings = openings[:options.games//2]
     command = [sys.executable, '-m', 'rookworld_nb.cli', 'uci', '--model', options.model]
     with chess.engine.SimpleEngine.popen_uci(command, timeout=120) as model, stockfish_opponent(options.level, nodes=1000) as stockfish:
         table = play_match(lambda fens: [PolicyAnswer(best=stockfish(chess.Board(fen)).uci()) for fen in fens],

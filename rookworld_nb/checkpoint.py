@@ -143,7 +143,7 @@ def checkpoints_of(
     folder: Path,  # a run folder
 ) -> list[Path]:   # oldest first
     "The numbered checkpoints of a run."
-    return sorted((path for path in folder.glob('checkpoint-*') if path.name[11:].isdigit()), key=checkpoint_step)
+    return sorted((path for path in folder.glob('checkpoint-*') if path.name[11:].isdecimal()), key=checkpoint_step)
 
 
 def first_whole(

@@ -74,15 +74,15 @@ def check_output(
 def input_lines(
     words: Sequence[str],  # from the command line
     what: str,             # what they are, for the message
-) -> list[str]:  # the words, or the non-empty lines of standard input
+) -> dict[int, str]:  # the words, or the non-empty lines of standard input, by number from 1
     "What a command works on."
     if not words and sys.stdin.isatty():
         raise UsageError(f'no {what}: give them as arguments, or as lines on standard input')
-    lines = [line.strip('\r\n') for line in (words or stdin_lines())]
-    for number, line in enumerate(lines, 1):
+    given = enumerate(words or stdin_lines(), 1)
+    lines = {number: line.strip('\r\n') for number, line in given if line.strip()}
+    for number, line in lines.items():
         try: line.encode()
         except UnicodeEncodeError: raise UsageError(f'{what}, line {number}: not UTF-8 text') from None
-    lines = [line for line in lines if line.strip()]
     if not lines:
         raise UsageError(f'no {what}: the input is empty')
     return lines
@@ -108,7 +108,7 @@ def at_least_one(
     "Refuse counts below one."
     for name, value in settings.items():
         if value is not None and value < 1:
-            raise UsageError(f'--{name.replace("_", "-")}: {value} is less than 1')
+            raise UsageError(f'--{name.replace("_", "-")} {value}: must be at least 1')
 
 
 def all_different(
@@ -166,7 +166,7 @@ def generate(
     from rookworld_nb.sampling import check_request, sample
     from rookworld_nb.tasks import plain_prompt
     from rookworld_nb.weights import load_pretrained
-    prompts = [spelled(plain_prompt(line)) for line in input_lines(prompts, 'prompts')]
+    prompts = [spelled(plain_prompt(line)) for line in input_lines(prompts, 'prompts').values()]
     at_least_one(batch=batch)
     check_request(prompts, group_size, max_new_tokens, temperature)
     if group_size > 1 and not temperature:
@@ -279,14 +279,19 @@ def answered(
 
 # %% ../nbs/35_cli.ipynb #f1abd7d6
 def positions_of(
-    lines: Sequence[str],  # FENs, or the lines of `rookworld positions`
-) -> dict[str, int]:       # each FEN once, with the number of its legal moves
+    lines: dict[int, str],  # FENs, P: prompts, or lines of `rookworld positions`, by number
+    place: str,             # what the numbers count, for the message
+) -> dict[str, int]:        # each FEN once, with the number of its legal moves
     "What is to be labelled; the first line that is no position is a UsageError."
     from rookworld_nb.labels import count_moves, fen_in
     wanted = {}
-    for number, fen in enumerate(map(fen_in, lines), 1):
+    for number, line in lines.items():
+        fen = fen_in(line)
         try: wanted[fen] = wanted.get(fen) or count_moves(fen)
-        except ValueError as error: raise UsageError(f'position {number}: {str(error)[:300]}') from None
+        except ValueError as error:
+            ways = f'; a file goes in with `< {line}`, or with `--input {line} --output FILE`'
+            hint = ways if os.path.isfile(line) else ''
+            raise UsageError(f'{place} {number}: {str(error)[:300]}{hint}') from None
     return wanted
 
 
@@ -305,7 +310,7 @@ def positions_in(
 
 # %% ../nbs/35_cli.ipynb #e1c68937
 def label(
-    *fens: str,                          # FENs, or the lines of `rookworld positions`; none: standard input, or --input
+    *fens: str,                          # FENs, P: prompts, lines of `rookworld positions`; none: stdin, or --input
     input: tuple[str, ...] = (),         # files of such lines, plain or .gz, or folders of them, for jobs of any size
     output: Path | None = None,          # file to add to, leaving what it has; a new one with --input; none: stdout
     shards: int | None = None,           # of --input: pieces that the processes take in turn; none: 64
@@ -323,11 +328,11 @@ def label(
     if input:
         pieces = Labelling.shards if shards is None else shards
         job = Labelling(str(output), pieces, nodes, seed, padded, stockfish_path)
-        return emit(json.dumps(label_files(job, input, processes)))
+        return emit(label_files(job, input, processes))
     if shards is not None: raise UsageError(f'--shards {shards}: only with --input')
     at_least_one(processes=processes)
     if output: check_output(output)
-    wanted = positions_of(input_lines(fens, 'FENs'))
+    wanted = positions_of(input_lines(fens, 'FENs'), 'position' if fens else 'standard input, line')
     with StockfishPool(processes, path=stockfish_path, nodes=nodes) as pool, ExitStack() as stack:
         logger.info('Engine: %s, %d nodes a position', pool.engines[0].name, nodes)    # finds out whether it answers
         if output and not stack.enter_context(locked(output)):
@@ -414,6 +419,7 @@ def measure(
     loaded: tuple,                  # model and tokenizer
     samples: list,                  # of `evaluation_samples`
     temperatures: tuple[float, ...],  # one pass for each
+    samples_per_prompt: int,        # completions of each prompt where the temperature is not 0
     **options,                      # of `evaluate.evaluate`
 ):                                  # -> pandas table, one row a completion; None without samples
     "Measure a model on prompts with targets, paid as `rookworld train` pays."
@@ -424,7 +430,9 @@ def measure(
     from rookworld_nb.rewards import RewardScorer
     from rookworld_nb.config import TrainConfig
     scorer = RewardScorer(TrainConfig().rewards)
-    return pd.concat(evaluate(*loaded, samples, each, scorer=scorer, **options) for each in temperatures)
+    counts = [samples_per_prompt if each else 1 for each in temperatures]    # greedy answers are alike
+    return pd.concat(evaluate(*loaded, samples, each, scorer=scorer, samples_per_prompt=count, **options)
+                     for each, count in zip(temperatures, counts))
 
 # %% ../nbs/35_cli.ipynb #3c221759
 def suite_puzzles(
@@ -530,13 +538,13 @@ def evaluate_model(
     samples = evaluation_samples(data, suite, limit)
     check_passes(temperature, samples_per_prompt)
     loaded = {name: load_pretrained(name, torch_device(device)) for name in dict.fromkeys((against, model)) if name}
-    samples, plies = shown_history(samples, loaded[model][0], history_plies)
+    asked = {name: shown_history(samples, each[0], history_plies) for name, each in loaded.items()}
+    samples, plies = asked[model]
     say_absent(samples, suite, data)
     sides = {each: (model_player(*loaded[model], each, seed, batch),
-                    model_world(model_simulator(*loaded[model], plies, each, seed, batch)))
-             for each in temperature}
+                    model_world(model_simulator(*loaded[model], plies, each, seed, batch))) for each in temperature}
     options = dict(seed=seed, samples_per_prompt=samples_per_prompt, max_new_tokens=max_new_tokens, batch_size=batch)
-    examined = {name: measure(each, samples, temperature, **options) for name, each in loaded.items()}
+    examined = {name: measure(each, asked[name][0], temperature, **options) for name, each in loaded.items()}
     played = ((name, each, table) for each, side in sides.items() for name, table in play_suites(
         suite, *side, puzzles, openings, samples_per_prompt if each else 1, seed, levels, stockfish_path))
     report_evaluation(samples, examined[model], examined.get(against), played, json)
@@ -583,7 +591,8 @@ def report_evaluation(
         return emit({'metrics': [], 'recall': []} | {name: list(map(without_nan, part)) for name, part in rows.items()})
     for name, part in parts.items():
         for (task, temperature), rows in part.groupby(['task', 'temperature'], sort=False):
-            count = '' if 'class' in rows else f', {rows["n"].max()} prompts'
+            n = rows['n'].max()
+            count = '' if 'class' in rows else f', {n} prompt' if n == 1 else f', {n} prompts'
             emit(f'\n{task}: {HEADINGS[name]}, at temperature {temperature:g}{count}')
             emit(as_columns(rows.drop(columns=['task', 'temperature']), index=False))
     for name, temperature, scores in played:

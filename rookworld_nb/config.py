@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['BY_SIZE', 'OPEN', 'SMALL', 'CREDITS', 'Part', 'LEAST', 'OF_THE_GROUP', 'NEEDS', 'CHOICES', 'PRESETS', 'FREE',
            'MOVABLE', 'RunError', 'PromptOptions', 'RewardOptions', 'UpdateOptions', 'part_of', 'trainer_part',
-           'collector_part', 'buffer_part', 'reward_part', 'whole_answers', 'check_kinds', 'idle_flags', 'check_flags',
-           'TrainConfig', 'nano', 'rtx4090', 'emergency']
+           'collector_part', 'buffer_part', 'reward_part', 'typed', 'whole_answers', 'check_kinds', 'idle_flags',
+           'check_flags', 'TrainConfig', 'nano', 'rtx4090', 'emergency']
 
 # %% ../nbs/27_config.ipynb #12bfd9f0
 import math
@@ -53,7 +53,7 @@ class PromptOptions:
     rare_env_ratio: float | None = 0.15  # share of rare outcomes among them; none: as they come
     history_plies: int | None = None  # last moves that an A: prompt shows; none: 1 for a small model, 10 a large one
     max_positions: int | None = None  # use only that many prompts of each task, from everywhere in the file; none: all
-    easy_first: int = 0               # first batches, whose P: prompts with few legal moves come first; 0: none
+    easy_first: int = 0               # batches at the start in which P: prompts with few legal moves come first
     stockfish_path: str | None = None  # judge P: answers with this engine (10,000 nodes), not by the targets
     engine_cache: str | None = None   # file that keeps the engine's answers, from run to run; none: they are not kept
     eval_policy: int = 1000           # shipped held-out P: positions evaluated before and after; 0: none
@@ -83,7 +83,7 @@ class RewardOptions(RewardTerms):
     mask_truncated: bool = False      # completions that were cut off at max_new_tokens train nothing
     drop_tied: bool = False           # prompts whose completions have no advantage over each other are not learned from
     buffer_capacity: int = 1          # batches that the rollout buffer has room for
-    fresh_share: float = 0.25         # sample a new batch when a smaller share of the buffer is unused, and room for it
+    fresh_share: float = 0.25         # sample a new batch when a smaller share of the buffer is unused; with room
     max_age: int | None = None        # optimiser steps after which a rollout is dropped; none: when it is used up
 
 # %% ../nbs/27_config.ipynb #13886c4d
@@ -96,7 +96,7 @@ class UpdateOptions:
     lr_schedule: str = 'cosine'       # after the warm-up: cosine | linear | constant
     warmup_steps: int = 5             # optimiser steps over which the learning rate rises
     weight_decay: float = 0.01        # of AdamW, on matrices only
-    grad_clip: float = 1.0            # longest gradient
+    grad_clip: float = 1.0            # largest norm of the gradient; a longer one is shortened
     minibatch_positions: int | None = None  # prompts an optimiser step learns from; none: those of a batch
     micro_batch_size: int | None = None  # completions per forward; none: some 1500 tokens on a CPU, all on a GPU
     clip_range: float = 0.2           # the ratio, 1 on a batch's first update, is clipped below 1 - clip_range
@@ -109,14 +109,14 @@ class UpdateOptions:
     kl_in_reward: bool = False        # take the KL (kl1) from the rewards instead of adding it to the loss
     kl_control: str = 'fixed'         # of kl_coef: fixed | adaptive
     kl_target: float = 0.05           # KL that the adaptive control aims at, nats per token
-    kl_warmup_steps: int = 0          # first steps, in which kl_coef is multiplied by kl_warmup_factor
+    kl_warmup_steps: int = 0          # number of first steps in which kl_coef is multiplied by kl_warmup_factor
     kl_warmup_factor: float = 0.0     # what kl_coef is multiplied by in the first kl_warmup_steps steps
     kl_divergence_threshold: float | None = 0.5  # mean KL, nats per token, above which a run has failed; none: no limit
     kl_tail_threshold: float | None = None  # 95th percentile of the KL above which a run has failed; none: no limit
     kl_spike_factor: float | None = None  # a KL so many times its mean (or kl_target, if larger) fails; none: no limit
     max_recoveries: int = 3           # returns of a diverged run to its last good state, each at half the rate
     entropy_coef: float = 0.0         # weight of the entropy bonus
-    answer_coef: float = 0.0          # weight of the chance of right A: answers, raised beside the rewards; 0: none is
+    answer_coef: float = 0.0          # weight of the chance of right A: answers, raised beside the rewards; 0: none
     answer_positions: int = 64        # A: prompts, of all there are, whose right answers are read with each update
     use_gae: bool = False             # advantages of tokens from a value head instead of the group's
     gamma: float = 0.99               # of the advantages with --use-gae: discount per token
@@ -173,6 +173,16 @@ def reward_part(
     return part_of(RewardConfig, config)
 
 # %% ../nbs/27_config.ipynb #d8f74e1a
+def typed(
+    name: str,   # a setting
+    value: Any,  # what it has, or shall have
+) -> str:
+    "A setting as it is typed on the command line."
+    flag = name.replace('_', '-')
+    if isinstance(value, bool): return f'--{flag}' if value else f'--no-{flag}'
+    return f'--{flag} {"none" if value is None else value}'
+
+
 def whole_answers(
     config: 'TrainConfig',  # what is asked for
 ) -> list[str]:             # flags
@@ -181,8 +191,7 @@ def whole_answers(
     asked = [name for name, value in acting.items() if getattr(config, name) == value]
     asked += paid_whole(config.rewards)
     if config.penalty != TrainConfig.penalty: asked.append('penalty')    # of what is not readable as a whole
-    given = {f'--{name.replace("_", "-")}': getattr(config, name) for name in asked}
-    return [flag if value is True else f'{flag} {value}' for flag, value in given.items()]
+    return [typed(name, getattr(config, name)) for name in asked]
 
 # %% ../nbs/27_config.ipynb #09998c99
 def check_kinds(
@@ -262,7 +271,7 @@ def check_flags(
         wrong['micro_batch_size'] = f'must divide --group-size {config.group_size} or be a multiple of it'
     if problems := [*wrong.items(), *idle_flags(config).items()]:
         name, why = problems[0]
-        raise RunError(f'--{name.replace("_", "-")} {values[name]}: {why}')
+        raise RunError(f'{typed(name, values[name])}: {why}')
 
 # %% ../nbs/27_config.ipynb #c3d20d1c
 @dataclass(frozen=True)
@@ -283,10 +292,11 @@ class TrainConfig(HardwareConfig, UpdateOptions, RewardOptions, PromptOptions): 
         check_flags(self)
         if self.credit == 'part' and (asked := whole_answers(self)):
             raise RunError(f'--credit part: whole answers are needed for {" and ".join(asked)}; say --credit answer')
-        full = self if None not in (getattr(self, name) for name in OPEN) else self.for_size(SMALL)
-        full.collector, full.trainer, full.buffer, full.rewards    # each checks its own part; the second divides by T
-        most = SIZES[-1][0] if self.auto_batch_size else self.batch_positions
-        if most is not None: check_room(full.buffer, most)
+        if None in (getattr(self, name) for name in OPEN):
+            self.for_size(SMALL)    # complete: its own making checks the parts
+        else:
+            self.collector, self.trainer, self.buffer, self.rewards    # each checks its own; the second divides by T
+            check_room(self.buffer, SIZES[-1][0] if self.auto_batch_size else self.batch_positions)
 
     def for_size(
         self,

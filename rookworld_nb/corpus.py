@@ -194,7 +194,7 @@ def verdict(
     move: chess.Move,    # legal or not
 ) -> str:  # one character
     "'?' illegal, '#' mate, '=' draw, '!' check, '.' none of these."
-    return _brings(board, move) if board.is_legal(move) else '?'
+    return _brings(board, move) if move in [*board.legal_moves] else '?'
 
 
 def _brings(board: chess.Board, move: chess.Move) -> str:

@@ -4,11 +4,11 @@
 
 # %% auto #0
 __all__ = ['REWARD', 'MULTIPV', 'POLICY_METRICS', 'ENV_METRICS', 'TASK_METRICS', 'EVAL_CLIP', 'ROUNDING', 'CLASSES', 'KEYS',
-           'HELDOUT_COLUMNS', 'SHARE', 'BOUNDS', 'FEW', 'RECALL_COLUMNS', 'TaskMetric', 'clip_pawns',
-           'best_move_metrics', 'policy_metrics', 'move_class', 'env_metrics', 'EvaluationError', 'metrics_table',
-           'completions', 'evaluate', 'chance_line', 'bootstrap_interval', 'wilson_interval', 'student_t',
-           'mean_interval', 'by_prompt', 'summarise', 'select_rows', 'recall_table', 'Difference', 'paired_difference',
-           'compare']
+           'HELDOUT_COLUMNS', 'Z95', 'SHARE', 'BOUNDS', 'FEW', 'RECALL_COLUMNS', 'TaskMetric', 'clip_pawns',
+           'best_move_metrics', 'policy_metrics', 'move_class', 'env_metrics', 'EvaluationError', 'check_tasks',
+           'metrics_table', 'completions', 'evaluate', 'chance_line', 'bootstrap_interval', 'wilson_interval',
+           'student_t', 'mean_interval', 'by_prompt', 'summarise', 'select_rows', 'recall_table', 'Difference',
+           'paired_difference', 'compare']
 
 # %% ../nbs/22_evaluate.ipynb #fd3de141
 import math
@@ -171,6 +171,15 @@ class EvaluationError(ValueError):
     """Samples, texts or tables that cannot be evaluated as asked."""
 
 
+def check_tasks(
+    samples: Sequence[Sample],  # to be measured
+) -> None:
+    """Raise EvaluationError where there is a sample of a task without metrics."""
+    if strange := {sample.task for sample in samples} - {*TASK_METRICS}:
+        raise EvaluationError(f'samples of task {", ".join(sorted(strange))}: '
+                              f'only {" and ".join(TASK_METRICS)} can be measured')
+
+
 def metrics_table(
     samples: Sequence[Sample],           # prompts with stored targets
     texts: Sequence[str],                # completions; samples_per_prompt of them for each sample, in order
@@ -178,6 +187,7 @@ def metrics_table(
     scorer: RewardScorer | None = None,  # pays the reward column; None is RewardScorer(), which pays in steps
 ) -> pd.DataFrame:                       # one row a completion, HELDOUT_COLUMNS; NaN for the other task's metrics
     """Measure given completions."""
+    check_tasks(samples)
     if isinstance(texts, str):
         raise EvaluationError(f'texts must be a list of completions, not the text {texts!r:.60}')
     if not samples or not texts or len(texts) % len(samples):
@@ -229,6 +239,7 @@ def evaluate(
     """Sample completions of held-out prompts and measure them; the same seed and batch_size give the same table."""
     if not samples:
         raise EvaluationError('there are no samples to evaluate; give at least one')
+    check_tasks(samples)
     texts: list[list[str]] = [[]]*len(samples)
     for task in TASK_METRICS:
         rows = [i for i, sample in enumerate(samples) if sample.task == task]
@@ -250,8 +261,9 @@ def chance_line(
         if isinstance(truth, PolicyTruth):
             legal, top = len(truth.legal), max(truth.pawns.values())
             near = [sum(top - pawns <= loss + ROUNDING for pawns in truth.pawns.values()) for loss in (.1, .5)]
-            counts = {'best_move_accuracy': len(truth.best), 'best_in_top5': len(truth.pawns),
-                      'best_within_10cp': near[0], 'best_within_50cp': near[1], 'top5_overlap': min(MAX_MOVES, legal)}
+            counts = {'best_move_accuracy': len(truth.best), 'best_move_accuracy_published_label': 1,
+                      'best_in_top5': len(truth.pawns), 'best_within_10cp': near[0],
+                      'best_within_50cp': near[1], 'top5_overlap': min(MAX_MOVES, legal)}
             lawful = ('right_count', 'legal_fraction', 'distinct_legal', 'best_legal')    # it knows the rules
             chances += [('P', metric, 1.) for metric in lawful]
             chances += [('P', metric, count/legal) for metric, count in counts.items()]
@@ -275,18 +287,20 @@ def bootstrap_interval(
     return float(low), float(high)
 
 
+Z95 = 1.96    # standard errors on either side of a mean that hold 95 % of a normal distribution
+
+
 def wilson_interval(
     successes: float,      # how often it happened; halves where draws or several samples are averaged
     trials: int,           # out of how many
-    z: float = 1.96,       # normal quantile; 1.96 is 95 %
-) -> tuple[float, float]:  # lower and upper bound of the share
+) -> tuple[float, float]:  # lower and upper bound of the share, 95 %
     """Interval of a proportion that stays honest at 0, at 1 and for few trials (Wilson 1927)."""
     if not 0 <= successes <= trials:
         raise EvaluationError(f'{successes} successes in {trials} trials: must be 0 to {trials}')
     if trials == 0:
         return 0., 1.
-    share, extra = successes/trials, z*z/trials
-    centre, half = share + extra/2, z*math.sqrt(share*(1 - share)/trials + extra/(4*trials))
+    share, extra = successes/trials, Z95**2/trials
+    centre, half = share + extra/2, Z95*math.sqrt(share*(1 - share)/trials + extra/(4*trials))
     return max(0., (centre - half)/(1 + extra)), min(1., (centre + half)/(1 + extra))
 
 # %% ../nbs/22_evaluate.ipynb #a1c5e0d7
@@ -301,7 +315,7 @@ def student_t(
 ) -> float:  # standard errors on either side of their mean that hold 95 %: 1.96 for many
     """The .975 quantile of Student's t with n - 1 degrees of freedom (Abramowitz and Stegun 1964, 26.7.5)."""
     if n < 4: return {2: 12.706, 3: 4.303}[n]    # where the series is not close yet
-    z, m = 1.96, n - 1
+    z, m = Z95, n - 1
     terms = ((z**3 + z)/4, (5*z**5 + 16*z**3 + 3*z)/96, (3*z**7 + 19*z**5 + 17*z**3 - 15*z)/384)
     return z + sum(term/m**power for power, term in enumerate(terms, 1))
 
@@ -319,7 +333,7 @@ def mean_interval(
         low, high = wilson_interval(values.sum(), len(values))
     elif len(values) and np.ptp(values) > ROUNDING:
         n, mean = len(values), values.mean()
-        wider = student_t(n)/1.96*math.sqrt(n/(n - 1))    # few values look more alike than they are
+        wider = student_t(n)/Z95*math.sqrt(n/(n - 1))    # few values look more alike than they are
         low, high = np.clip([mean + wider*(end - mean) for end in bootstrap_interval(values, resamples)],
                             *(SHARE if shares else bounds)).tolist()
     else:
@@ -427,11 +441,11 @@ def compare(
     """The before/after table, every metric at every temperature; all means are over the n prompts with both values."""
     rows, settings = [], {setting for each in (before, after) for setting in zip(each['task'], each['temperature'])}
     for task, temperature in sorted(settings, key=lambda setting: (setting[0] != 'P', -setting[1])):
+        pair = [select_rows(each, task, temperature) for each in (before, after)]
         for metric in TASK_METRICS[task]:
-            change = paired_difference(before, after, metric, task, temperature)
-            values = [by_prompt(select_rows(each, task, temperature), metric) for each in (before, after)]
+            values = [by_prompt(each, metric) for each in pair]
             means = pd.concat(values, axis=1, join='inner', keys=('before', 'after')).mean()
-            rows.append((task, temperature, metric, *means, *change))
+            rows.append((task, temperature, metric, *means, *paired_difference(*pair, metric)))
     columns = ['task', 'temperature', 'metric', 'before', 'after', 'difference', 'standard_error', 'z', 'n']
     result = pd.DataFrame(rows, columns=columns).set_index(columns[:3])
     if chance is not None:

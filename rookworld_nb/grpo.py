@@ -15,8 +15,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .kl import (
-    KL_ESTIMATORS, SAMPLED_KL, BatchShapeError, SettingError, check_option, check_shapes, per_token_kl, reweight_kl)
+from rookworld_nb.kl import (
+    KL_ESTIMATORS, SAMPLED_KL, BatchShapeError, SettingError, check_number, check_option, check_shapes, per_token_kl,
+    reweight_kl)
 
 # %% ../nbs/08_grpo.ipynb #365676aa
 class MissingInputError(RuntimeError):
@@ -56,7 +57,7 @@ class EMATracker:
     """Running mean reward of each task: average <- momentum * average + (1 - momentum) * batch mean."""
 
     def __init__(self,
-        momentum: float = 0.9,  # share of the past that is kept, 0 to 1
+        momentum: float = 0.9,  # share of the past that is kept, at least 0 and below 1
     ):
         if not 0 <= momentum < 1: raise SettingError(f'momentum={momentum} must be in [0, 1)')
         self.momentum, self.averages = momentum, {}
@@ -215,7 +216,7 @@ def loss_metrics(
 # %% ../nbs/08_grpo.ipynb #81a19ca4
 def _check_loss(kl_coef: float, advantages: Tensor, completion_mask: Tensor, **tensors: Tensor | None) -> None:
     "Refuse a weight below 0 and tensors that do not match (N, T)."
-    if not 0 <= kl_coef < math.inf: raise SettingError(f'kl_coef={kl_coef} must be finite and at least 0')
+    check_number('kl_coef', kl_coef)
     check_shapes(**tensors, completion_mask=completion_mask)
     shape = completion_mask.shape
     if 0 in shape: raise BatchShapeError(f'completion_mask has shape {tuple(shape)}: there is no token to learn from')
@@ -310,8 +311,7 @@ def gae(
     gae_lambda: float = 0.95,  # 0: trust the critic (one step), 1: trust the rewards (whole rest), 0 to 1
 ) -> tuple[Tensor, Tensor]:    # (N, T) advantages, (N, T) targets of the critic; both without grad, 0 where masked
     "Generalised advantage estimation along the tokens of each completion, never across completions."
-    for name, value in (('gamma', gamma), ('gae_lambda', gae_lambda)):
-        if not 0 <= value <= 1: raise SettingError(f'{name}={value} must be between 0 and 1')
+    for name, value in (('gamma', gamma), ('gae_lambda', gae_lambda)): check_number(name, value, most=1)
     check_shapes(token_rewards=token_rewards, values=values, completion_mask=completion_mask)
     mask = completion_mask.bool()
     values, token_rewards = (x.detach().masked_fill(~mask, 0.0) for x in (values, token_rewards))

@@ -39,10 +39,12 @@ def check_count(
     name: str,       # the setting, as the user writes it
     value: Any,      # what was found in it
     least: int = 1,  # the smallest that is allowed
+    optional: bool = False,  # None is
 ) -> None:
     "Raise `SettingError` unless `value` is a whole number of at least `least`."
+    if optional and value is None: return
     if type(value) is not int or value < least:    # True is none
-        raise SettingError(f'{name}={value!r} must be a whole number of at least {least}')
+        raise SettingError(f'{name}={value!r} must be a whole number of at least {least}' + ', or None'*optional)
 
 # %% ../nbs/07_kl.ipynb #8ee4f9c9
 def check_number(
@@ -57,7 +59,7 @@ def check_number(
     if optional and value is None: return
     number = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
     if not (number and least <= value <= most) or positive and value == 0:
-        words = 'finite' + (f' and {"above" if positive else "at least"} 0' if least == 0 else '')
+        words = 'finite' + (f' and {"above" if positive else "at least"} {least:g}' if least > -math.inf else '')
         if most < math.inf: words = f'between {least:g} and {most:g}'
         raise SettingError(f'{name}={value!r} must be {words}' + ', or None'*optional)
 

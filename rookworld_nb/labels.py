@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['logger', 'policy_line', 'LabelError', 'Labelling', 'labelled_in', 'fen_in', 'count_moves', 'shard_of', 'write_plan',
-           'plan_of', 'cut_inputs', 'label_shard', 'leave_group', 'label_worker', 'stop', 'told', 'merge_shards',
-           'clear_shards', 'Progress', 'undone_of', 'label_files']
+           'plan_of', 'cut_inputs', 'label_shard', 'leave_group', 'label_worker', 'stop', 'shard_totals',
+           'merge_shards', 'clear_shards', 'Progress', 'undone_of', 'label_files']
 
 # %% ../nbs/14_labels.ipynb #476f93fc
 import gzip
@@ -79,7 +79,7 @@ class Labelling:
 def labelled_in(
     path: Path,  # of P: lines, perhaps cut off in the middle of one; may be absent
 ) -> set[str]:   # FENs
-    "Say what is done; a whole last line gets its line feed, a torn one is cut off."
+    "Mend the end of the file, and return what is done: a whole last line gets its line feed, a torn one is cut off."
     lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
     if lines and not lines[-1].endswith(b'\n'):
         answer = parse_policy(lines[-1].decode(errors='replace'))
@@ -92,10 +92,10 @@ def labelled_in(
 
 # %% ../nbs/14_labels.ipynb #0044271d
 def fen_in(
-    line: str,  # a FEN, or a JSON object with `fen`, as `rookworld positions` writes it
+    line: str,  # a FEN, a P: prompt, or a JSON object with `fen`, as `rookworld positions` writes it
 ) -> str:       # the FEN, in its one spelling; a line that has none, as it is
     "Find the position in a line."
-    text = line.strip()
+    text = line.strip().removeprefix('P:').strip()
     try:
         if text.startswith('{'): text = str(json.loads(text).get('fen', text))
         if len(text.split()) == 6: return parse_board(text).fen()
@@ -173,7 +173,7 @@ def label_shard(
             return mine
         done, part = labelled_in(job.place('part', shard)), job.place('part', shard)
         fens = job.place('todo', shard).read_text(encoding='utf-8').splitlines()
-        bad, failed, single, silent = [], [], 0, 0
+        bad, failed, written, single, silent = [], [], 0, 0, 0
         with open(part, 'a', encoding='utf-8', buffering=1) as file:    # a line at a time
             for fen in dict.fromkeys(fens):
                 if fen in done: continue
@@ -181,13 +181,13 @@ def label_shard(
                 try:
                     several = count_moves(fen) > 1
                     if several: file.write(policy_line(fen, engine.analyse(fen), job.seed, job.padded) + '\n')
-                    single, silent = single + (not several), 0
+                    written, single, silent = written + several, single + (not several), 0
                 except EngineError as error:
                     failed, silent = [*failed, str(error)], silent + 1
                     if silent == PATIENCE: raise
                 except ValueError as error: bad.append(str(error))
             os.fsync(file.fileno())
-        note = {'lines': len(labelled_in(part)), 'single': single, 'malformed': len(bad), 'failed': len(failed),
+        note = {'lines': len(done) + written, 'single': single, 'malformed': len(bad), 'failed': len(failed),
                 'first': [bad[:1], failed[:1]]}
         job.place('note', shard).write_text(json.dumps(note), encoding='utf-8')
         os.replace(part, job.place('done', shard))
@@ -234,7 +234,7 @@ def stop(
         if process.pid: process.join()
 
 # %% ../nbs/14_labels.ipynb #89b353d3
-def told(
+def shard_totals(
     folder: Path,     # of the shards, all done
 ) -> dict[str, int]:  # lines, positions with fewer than two legal moves, malformed ones, those without an answer
     "Add up what the shards note, and log the first line of each kind that was left out."
@@ -248,9 +248,9 @@ def told(
 
 def merge_shards(
     job: Labelling,     # every shard done
-) -> dict[str, int]:    # of `told`
+) -> dict[str, int]:    # of `shard_totals`
     "Put the shards together; the output is there complete, or not at all."
-    totals, output = told(job.folder), Path(job.output)
+    totals, output = shard_totals(job.folder), Path(job.output)
     if not any(totals[name] for name in ('lines', 'single', 'failed')):
         shutil.rmtree(job.folder)
         why = f'none of the {wrong} lines is a position' if (wrong := totals['malformed']) else 'the input is empty'
@@ -267,7 +267,7 @@ def merge_shards(
 # %% ../nbs/14_labels.ipynb #81ace59f
 def clear_shards(
     gone: Path,       # the folder of a job whose output is there
-) -> dict[str, int]:  # of `told`
+) -> dict[str, int]:  # of `shard_totals`
     "Remove the shards, the plan last: a kill in between leaves what the same command can end with."
     totals = json.loads((gone/'plan.json').read_text(encoding='utf-8'))['totals']
     for path in gone.iterdir():

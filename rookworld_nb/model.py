@@ -178,7 +178,7 @@ def init_weights(
 def num_parameters(
     model: nn.Module,  # any
 ) -> int:              # a tied matrix counts once
-    'How many weights there are to train.'
+    'How many parameters a model has.'
     return sum(p.numel() for p in model.parameters())
 
 
@@ -355,7 +355,7 @@ class KVCache:
         self,
         rows: Tensor,  # (n,) int64 indices into the present rows: those to keep, in order
     ) -> None:
-        'The other rows leave the batch; what stays is an empty slot each in the products with the prompts.'
+        'The other rows leave the batch; each leaves an empty slot in the products with the prompts.'
         if rows.dtype != torch.int64: raise SequenceError(f'rows to keep are indices (int64), not {rows.dtype}')
         if not self.n_slots: raise SequenceError('before the first step: say how many there are, KVCache(n_slots=...)')
         for store in (self.keys, self.values): store[:] = [x.index_select(0, rows) for x in store]

@@ -6,8 +6,8 @@
 __all__ = ['Range', 'TOLERANCE', 'REWARD_METRICS', 'COMPLETION_METRICS', 'UPDATE_METRICS', 'RUN_METRICS', 'METRICS', 'COLOURS',
            'INK', 'MUTED', 'FAINT', 'BLUE', 'ORANGE', 'BAND', 'LIGHT_COLOURS', 'STYLE', 'PANELS', 'MetricError',
            'Metric', 'registry', 'name_pattern', 'metric_for', 'range_text', 'Light', 'light_of', 'numbers_of',
-           'lights', 'overall', 'simulated_run', 'Picture', 'Panel', 'column', 'smooth', 'view_limits', 'dress',
-           'Chart', 'Curves', 'plot_curves', 'values_of', 'console_line', 'health_report']
+           'lights', 'gravest', 'overall', 'simulated_run', 'Picture', 'Panel', 'column', 'smooth', 'view_limits',
+           'dress', 'Chart', 'Curves', 'plot_curves', 'values_of', 'console_line', 'health_report']
 
 # %% ../nbs/20_monitor.ipynb #c87cb6a9
 import math
@@ -70,6 +70,7 @@ REWARD_METRICS = (
            if_high='in most groups all answers earn the same: harder prompts, a higher temperature or larger groups'),
     Metric('task_P/reward', 'mean of r over P: completions', 'reward', 'buffer', optional=True),
     Metric('task_A/reward', 'mean of r over A: completions', 'reward', 'buffer', optional=True),
+    Metric('task_<task>/reward', 'mean of r over the completions of a task', 'reward', 'buffer', optional=True),
     *(Metric(f'task_<task>/reward_{name}', f'{what} r of the completions of a task', 'reward', 'buffer', optional=True)
       for name, what in {'min': 'lowest', '25pct': 'first quartile of', '75pct': 'third quartile of',
                          'max': 'highest'}.items()),
@@ -123,7 +124,7 @@ RUN_METRICS = (
     Metric('time', 'when the step ended, Unix time', 's', 'records'),
     Metric('step_time', 'duration of the step, its sampling included', 's', 'trainer'),
     Metric('grad_norm', '|gradient|_2 before clipping', '1', 'trainer', (0, 10), (0, 100),
-           if_high='the gradient explodes; clipping hides it from the weights, not from Adam'),
+           if_high='the gradient explodes: clipping shortens it, but its direction may be that of a few tokens'),
     Metric('skipped_updates', 'updates left out so far: numbers not finite, or no token', 'updates', 'trainer'),
     Metric('skipped_recently', 'of these in the last 20 steps', 'updates', 'trainer', (0, 0), (0, 3),
            if_high='an update was left out: its loss or gradient was not finite, or no token counted', optional=True),
@@ -211,7 +212,7 @@ def light_of(
     metric = metric_for(name)
     if not math.isfinite(value):
         if math.isnan(value) and metric and metric.optional: return None
-        words = 'a forward, the loss or the gradient broke'
+        words = 'something that it is computed from is not finite'
         return Light('red', name, value, f'{name} is {value}: {words}', str(value), words)
     if metric is None or metric.healthy is None: return None
     (low, high), (watch_low, watch_high) = metric.healthy, metric.watch or metric.healthy
@@ -244,17 +245,23 @@ def lights(
     return sorted(found, key=lambda light: (-COLOURS.index(light.colour), place(light)))
 
 
-def overall(
-    metrics: Mapping[str, float],  # one row of the log
-) -> Light:                        # the gravest light; its reason counts the others of that colour
-    """One light for a whole row."""
-    found = lights(metrics)
+def gravest(
+    found: Sequence[Light],  # of a row, from `lights`
+) -> Light:                  # the first; its reason counts the others of its colour
+    """One light for many."""
     if not found: return Light('yellow', '', math.nan, 'the row holds no metric with a healthy range')
     worst = found[0]
     if worst.colour == 'green':
         return Light('green', '', math.nan, f'all {len(found)} judged metrics are in their ranges')
     others = sum(light.colour == worst.colour for light in found) - 1
     return Light(worst.colour, worst.metric, worst.value, worst.reason + (f' (and {others} more)' if others else ''))
+
+
+def overall(
+    metrics: Mapping[str, float],  # one row of the log
+) -> Light:                        # its gravest
+    """One light for a whole row."""
+    return gravest(lights(metrics))
 
 # %% ../nbs/20_monitor.ipynb #d4c5cd5b
 def simulated_run(
@@ -384,7 +391,7 @@ def dress(
     green, small = LIGHT_COLOURS['green'], dict(loc='right', fontsize=8, fontweight='normal')
     axes.set_title(panel.title, loc='left')
     axes.set_title(panel.unit, color=MUTED, **small)
-    if judged := metric_for(panel.judged):
+    if (judged := metric_for(panel.judged)) and judged.healthy:
         axes.set_title(f'healthy {range_text(judged)} {panel.unit}', color=green, **small)
         axes.axhspan(*np.clip(judged.healthy, -1e9, 1e9), color=green, alpha=.18, lw=0, zorder=0)
     if target is not None: axes.axhline(target, color=MUTED, lw=1, ls=(0, (4, 3)), zorder=1)
@@ -439,7 +446,7 @@ class Curves:
         panels: Sequence[Panel] = PANELS,  # in reading order
         columns: int = 3,                  # panels beside each other
         kl_target: float | None = None,    # marked in the KL panel, nats per token
-        size: Range = (3.3, 2.0),          # of one panel, inches
+        size: tuple[float, float] = (3.3, 2.0),  # of one panel, width and height in inches
     ) -> None:
         rows, columns = math.ceil(len(panels)/columns), min(columns, len(panels))
         width, height = size[0]*columns, size[1]*rows + .25
@@ -465,7 +472,7 @@ def plot_curves(
     table: Mapping[str, Sequence[float]],  # metrics by column, or a DataFrame
     kl_target: float | None = None,        # marked in the KL panel, nats per token
 ) -> Picture:                              # a matplotlib Figure that shows itself
-    """Draw a run: every panel with its healthy range as a band and in its title; steps are a column or the index."""
+    """Draw a run: every panel with its healthy range as a band and in its title; `step` is a column or the index."""
     if isinstance(table, pd.DataFrame) and table.index.name == 'step': table = table.reset_index()
     return Curves(kl_target=kl_target).update(table).figure
 

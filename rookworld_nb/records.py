@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['logger', 'TABLE_COLUMNS', 'Rows', 'write_atomic', 'plain', 'write_json', 'metric_rows', 'read_metrics', 'mend_tail',
-           'metrics_line', 'read_completions', 'RunFolder', 'MetricWriter', 'RunWriter', 'save_reward_curve',
+           'metrics_line', 'write_completions', 'read_completions', 'MetricWriter', 'RunWriter', 'save_reward_curve',
            'MissingExtraError', 'optional_module', 'measured', 'TensorBoardWriter', 'WandbWriter']
 
 # %% ../nbs/21_records.ipynb #dd804c40
@@ -40,6 +40,9 @@ def write_atomic(
             file.flush()
             os.fsync(file.fileno())
         os.replace(aside, path)
+    except OSError as error:
+        error.filename = error.filename or str(path)    # a full disk does not say for which file it had no room
+        raise
     finally: aside.unlink(missing_ok=True)  # there only if something above failed
     return path
 
@@ -119,10 +122,11 @@ def mend_tail(
 def metrics_line(
     metrics: Mapping[str, float],  # one row; step and time in it
 ) -> str:                          # one JSON object and a line feed
-    """A row as JSON; a value that is not a number is an error that names it."""
+    """A row as JSON; a value that is not a number, or a step that is not whole, is an error that names it."""
     row = {name: value.item() if getattr(value, 'ndim', 1) == 0 else value for name, value in metrics.items()}
     if wrong := {name: value for name, value in row.items() if not isinstance(value, Real)}:
         raise MetricError(f'metrics are numbers, but got {wrong}')
+    if not float(row['step']).is_integer(): raise MetricError(f'step {row["step"]}: must be a whole number')
     return json.dumps(plain(row), allow_nan=False) + '\n'
 
 # %% ../nbs/21_records.ipynb #bfb459ea
@@ -130,44 +134,26 @@ TABLE_COLUMNS = ('prompt', 'completion', 'task', 'reward', 'advantage')
 Rows = pd.DataFrame | Sequence[Mapping[str, object]]  # a table of completions: a frame or a list of rows
 
 
+def write_completions(
+    path: Path,  # the file to replace or create; its folder is made if absent
+    rows: Rows,  # one a completion, with at least TABLE_COLUMNS
+) -> Path:       # the same path
+    """Write completions as a CSV table, atomically."""
+    table = pd.DataFrame(rows)
+    if missing := [name for name in TABLE_COLUMNS if name not in table]:
+        raise MetricError(f'{path}: no {", ".join(missing)} in these completions, only {list(table.columns)}')
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return write_atomic(path, table.to_csv(index=False, lineterminator='\n', quoting=csv.QUOTE_NONNUMERIC))
+
+
 def read_completions(
     path: str | Path,  # one file of a run's completions folder
 ) -> pd.DataFrame:     # the table as it was written
     """Read a completions table; texts come back exactly as the model wrote them."""
+    if Path(path).is_dir(): raise MetricError(f'{path}: a folder; name one table, like completions/step-000001.csv')
     texts = dict.fromkeys(('prompt', 'completion', 'task'), str)
     gaps = {name: [''] for name in pd.read_csv(path, nrows=0).columns if name not in texts}
     return pd.read_csv(path, dtype=texts, keep_default_na=False, na_values=gaps, lineterminator='\n')
-
-# %% ../nbs/21_records.ipynb #63ff3a0e
-class RunFolder:
-    """A run's folder and the files in it that are written whole."""
-    def __init__(
-        self,
-        folder: str | Path,  # made if absent
-    ) -> None:
-        self.folder = Path(folder)
-        (self.folder/'completions').mkdir(parents=True, exist_ok=True)
-
-    def table(
-        self,
-        step: int,   # the optimiser step the completions were sampled for
-        rows: Rows,  # one a completion, with at least TABLE_COLUMNS
-        kind: str = 'completions',  # the folder; `skipped` for those whose update was left out
-    ) -> Path:     # the file written
-        """Write the completions of one step as a CSV table."""
-        table = pd.DataFrame(rows)
-        if missing := [name for name in TABLE_COLUMNS if name not in table]:
-            raise MetricError(f'no {", ".join(missing)} in the completions of step {step}, only {list(table.columns)}')
-        text = table.to_csv(index=False, lineterminator='\n', quoting=csv.QUOTE_NONNUMERIC)
-        (self.folder/kind).mkdir(exist_ok=True)
-        return write_atomic(self.folder/kind/f'step-{int(step):06d}.csv', text)
-
-    def summary(
-        self,
-        values: object,  # a mapping or dataclass
-    ) -> Path:           # the file written
-        """Write summary.json."""
-        return write_json(self.folder/'summary.json', values)
 
 # %% ../nbs/21_records.ipynb #b59e1465
 class MetricWriter:
@@ -190,22 +176,19 @@ class MetricWriter:
         self.close()
 
 # %% ../nbs/21_records.ipynb #ffdc3b84
-class RunWriter(RunFolder, MetricWriter):
-    """The run folder with its growing files too: config.json, metrics.jsonl, train.log, completions/, summary.json."""
+class RunWriter(MetricWriter):
+    """What grows in a run folder: metrics.jsonl and train.log line by line, completions/ table by table."""
     def __init__(
         self,
         folder: str | Path,      # made if absent; an earlier run's is continued
-        config: object = None,   # a mapping or dataclass for config.json; None leaves the file alone
         prompts: int = 10,       # prompts in a batch, for the console's P/E
         report_every: int = 10,  # steps between health reports; 0 for none
     ) -> None:
-        super().__init__(folder)
-        self.prompts, self.report_every, path = prompts, report_every, self.folder/'metrics.jsonl'
-        if config is not None: write_json(self.folder/'config.json', config)
-        mend_tail(path)
+        self.folder, self.prompts, self.report_every = Path(folder), prompts, report_every
+        (self.folder/'completions').mkdir(parents=True, exist_ok=True)
+        mend_tail(path := self.folder/'metrics.jsonl')
         self.rewards = {row['step']: row['reward'] for row in metric_rows(path) if row.get('reward') is not None}
-        files = (path, self.folder/'train.log')
-        self._metrics, self._log = (open(file, 'a', 1, 'utf-8', newline='') for file in files)    # flushed line by line
+        self._files = [open(file, 'a', 1, 'utf-8', newline='') for file in (path, self.folder/'train.log')]
 
     def log(
         self,
@@ -214,18 +197,24 @@ class RunWriter(RunFolder, MetricWriter):
         """Append one optimiser step to metrics.jsonl and its console lines to train.log."""
         row = {'step': values_of(metrics, 'step')[0], 'time': time.time()} | dict(metrics)
         (step, reward, _), line = values_of(row, 'step', 'reward', 'reward_std'), metrics_line(row)
-        if not step.is_integer(): raise MetricError(f'step {step}: must be a whole number')
-        self.rewards = {s: r for s, r in self.rewards.items() if s < step}
-        if math.isfinite(reward): self.rewards[step] = reward
-        text = console_line(row, max(self.rewards.values(), default=reward), self.prompts)
+        self.rewards = {s: r for s, r in self.rewards.items() if s < step} | {step: reward}
+        text = console_line(row, max(filter(math.isfinite, self.rewards.values()), default=reward), self.prompts)
         if self.report_every and step % self.report_every == 0: text += '\n' + health_report(row)
-        self._metrics.write(line)
-        self._log.write(text + '\n')
+        for file, each in zip(self._files, (line, text + '\n')): file.write(each)    # each line is flushed
         return text
+
+    def table(
+        self,
+        step: int,   # the optimiser step the completions were sampled for
+        rows: Rows,  # as for `write_completions`
+        kind: str = 'completions',  # the folder; `skipped` for those whose update was left out
+    ) -> Path:       # the file written
+        """Write the completions of one step."""
+        return write_completions(self.folder/kind/f'step-{int(step):06d}.csv', rows)
 
     def close(self) -> None:
         """Close the files; the folder can be opened again later."""
-        for file in (self._metrics, self._log): file.close()
+        for file in self._files: file.close()
 
 # %% ../nbs/21_records.ipynb #4e763700
 def save_reward_curve(

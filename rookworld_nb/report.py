@@ -4,14 +4,14 @@
 
 # %% auto #0
 __all__ = ['NUMERIC', 'LOWER_IS_BETTER', 'SIGNIFICANT', 'KEYS', 'NUMBERS', 'TASKS', 'BANDS', 'NO_PART', 'RANKS', 'KL_ROUNDING',
-           'NOT_REPEATED', 'DEFAULTS', 'DOTS', 'PAGE_STYLE', 'POLICY', 'ReportError', 'logged_rows', 'RunData',
-           'read_run', 'ending', 'Html', 'element', 'table_of', 'number', 'rank', 'temperature_name', 'comparison',
-           'is_shown', 'plot_differences', 'plot_bands', 'plot_task', 'plot_looks', 'bin_edges', 'draw_histograms',
-           'plot_distributions', 'Finding', 'findings', 'ranges', 'plot_lights', 'pick_samples', 'sample_card',
-           'samples_of', 'start_limits', 'first_update', 'changed_settings', 'command_line', 'png_of', 'draw',
-           'figure_of', 'section', 'clock_text', 'dot', 'events_section', 'facts', 'heading', 'change_row',
-           'changes_section', 'course_section', 'lights_section', 'start_section', 'samples_section', 'default_words',
-           'settings_section', 'page', 'report']
+           'NOT_REPEATED', 'DEFAULTS', 'DOTS', 'PAGE_STYLE', 'POLICY', 'ReportError', 'logged_rows', 'read_table',
+           'RunData', 'read_run', 'ending', 'Html', 'element', 'table_of', 'number', 'rank', 'temperature_name',
+           'comparison', 'is_shown', 'plot_differences', 'plot_bands', 'plot_task', 'plot_looks', 'bin_edges',
+           'draw_histograms', 'plot_distributions', 'Finding', 'findings', 'ranges', 'plot_lights', 'pick_samples',
+           'sample_card', 'samples_of', 'start_limits', 'first_update', 'changed_settings', 'command_line', 'png_of',
+           'draw', 'figure_of', 'Section', 'section', 'clock_text', 'dot', 'events_section', 'facts', 'heading',
+           'own_reward', 'change_row', 'changes_section', 'course_section', 'lights_section', 'start_section',
+           'samples_section', 'default_words', 'settings_section', 'page', 'report']
 
 # %% ../nbs/32_report.ipynb #1172b65e
 import base64
@@ -27,7 +27,7 @@ from io import BytesIO
 from itertools import cycle
 from pathlib import Path
 from types import NoneType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -43,7 +43,7 @@ from .evaluate import ROUNDING, TASK_METRICS, student_t
 from .flags import as_text, words_of
 from .monitor import (
     BAND, BLUE, COLOURS, FAINT, INK, LIGHT_COLOURS, MUTED, ORANGE, STYLE, Curves, Light, Panel, Picture, column, dress,
-    lights, metric_for, numbers_of, overall, plot_curves, view_limits)
+    gravest, lights, metric_for, numbers_of, plot_curves, view_limits)
 from .positions import spread
 from .records import TABLE_COLUMNS, metric_rows, plain, read_completions, write_atomic
 from .rewards import default_reward
@@ -66,6 +66,19 @@ def logged_rows(
             raise ReportError(f'{path}: step {row["step"]} holds something that is no number') from None
     return rows
 
+
+def read_table(
+    path: Path,  # of completions
+) -> pd.DataFrame:  # one row a completion, at least TABLE_COLUMNS
+    "What was sampled for a step."
+    try:
+        table = read_completions(path)
+        if missing := [name for name in TABLE_COLUMNS if name not in table]:
+            raise ValueError(f'no {", ".join(missing)}')
+        return table.assign(reward=pd.to_numeric(table['reward']))
+    except ValueError as error:
+        raise ReportError(f'{path} is not a table of completions: {error}') from None
+
 # %% ../nbs/32_report.ipynb #a8d84334
 @dataclass(frozen=True)
 class RunData:
@@ -74,6 +87,8 @@ class RunData:
     rows: list[dict[str, float]]  # one an optimiser step
     config: dict[str, Any]        # config.json; empty where there is none
     summary: dict[str, Any]       # summary.json; empty where the run was not evaluated
+    origin: dict[str, Any]        # origin.json; empty where there is none
+    events: list[dict[str, Any]]  # events.jsonl; empty where nobody touched the run
     tables: dict[int, Path]       # step -> table of completions, steps ascending
 
     @cached_property
@@ -82,23 +97,24 @@ class RunData:
         return pd.DataFrame(self.rows) if self.rows else pd.DataFrame({'step': []})
 
     @property
+    def steps(self) -> list[int]:
+        "The steps that were logged, ascending."
+        return [int(row['step']) for row in self.rows]
+
+    @property
     def done(self) -> int:
         "Optimiser steps that were logged."
         return int(self.rows[-1]['step']) if self.rows else 0
 
-    def completions(
-        self,
-        step: int,  # a key of `tables`
-    ) -> pd.DataFrame:  # one row a completion, at least TABLE_COLUMNS
-        "What was sampled for a step."
-        path = self.tables[step]
-        try:
-            table = read_completions(path)
-            if missing := [name for name in TABLE_COLUMNS if name not in table]:
-                raise ValueError(f'no {", ".join(missing)}')
-            return table.assign(reward=pd.to_numeric(table['reward']))
-        except ValueError as error:
-            raise ReportError(f'{path} is not a table of completions: {error}') from None
+    @cached_property
+    def judged(self) -> list[list[Light]]:
+        "The lights of every step."
+        return [lights(row) for row in self.rows]
+
+    @cached_property
+    def changes(self) -> pd.DataFrame:
+        "The before/after table, ordered and judged."
+        return comparison(self.summary, self.folder/'summary.json')
 
 # %% ../nbs/32_report.ipynb #8a161ee7
 def read_run(
@@ -115,8 +131,8 @@ def read_run(
         raise ReportError(f'{folder} is not the run folder of a training with GRPO: its metrics.jsonl has no loss')
     found = {path.stem.removeprefix('step-'): path for path in folder.glob('completions/step-*.csv')}
     tables = {int(step): found[step] for step in sorted(filter(str.isdecimal, found), key=int)}
-    config, summary = (read_object(folder/f'{name}.json', ReportError) for name in ('config', 'summary'))
-    return RunData(folder, rows, config, summary, tables)
+    objects = [read_object(folder/f'{name}.json', ReportError) for name in ('config', 'summary', 'origin')]
+    return RunData(folder, rows, *objects, read_events(folder), tables)
 
 
 def ending(
@@ -179,8 +195,7 @@ def number(
 # %% ../nbs/32_report.ipynb #ede74863
 #: Held-out metrics that are better when they fall.
 LOWER_IS_BETTER = frozenset({'eval_error', 'win_probability_lost', 'false_alarms'})
-#: |z| from which a change is marked.
-SIGNIFICANT = 2.
+SIGNIFICANT = 2.  # |z| from which a change is marked
 KEYS = ('task', 'temperature', 'metric')
 NUMBERS = ('before', 'after', 'difference', 'standard_error', 'z', 'n', 'chance')
 
@@ -204,13 +219,14 @@ def temperature_name(
 
 def comparison(
     summary: Mapping[str, Any],  # summary.json
+    path: str | Path = 'summary.json',  # where it is, for an error
 ) -> pd.DataFrame:  # KEYS, NUMBERS, and `verdict`: better, worse or nothing; the row that matters most is the first
     "The before/after table, ordered and judged."
     try:
         table = pd.DataFrame(summary.get('comparison') or [], columns=[*KEYS, *NUMBERS])
         table = table.astype({name: float for name in ('temperature', *NUMBERS)})
     except (TypeError, ValueError) as error:
-        raise ReportError(f'summary.json: the comparison is no table of numbers: {error}') from None
+        raise ReportError(f'{path}: the comparison is no table of numbers: {error}') from None
     table['z'] = table['z'].mask(np.isinf(table['z']) | (table['standard_error'] <= ROUNDING))    # of older runs
     good = table['z']*np.where(table['metric'].isin(LOWER_IS_BETTER), -1, 1)
     limit = [max(SIGNIFICANT, student_t(n)) if n > 1 else math.inf for n in table['n']]    # of few prompts a larger one
@@ -399,14 +415,15 @@ class Finding:
 
 
 def findings(
-    rows: Iterable[Mapping[str, float]],  # of a run
+    steps: Iterable[int],            # of a run
+    judged: Iterable[list[Light]],   # the lights of each step
 ) -> list[Finding]:  # the gravest first, then in the order in which they began
     "Group what the lights said by metric and reason."
     groups: dict[tuple[str, str, str], list[tuple[int, Light]]] = {}
-    for row in rows:
-        for light in lights(row):
+    for step, found in zip(steps, judged):
+        for light in found:
             if light.colour != 'green':
-                groups.setdefault((light.metric, light.edge, light.words), []).append((int(row['step']), light))
+                groups.setdefault((light.metric, light.edge, light.words), []).append((step, light))
     found = []
     for (metric, edge, words), seen in groups.items():
         values = [light.value for _, light in seen]
@@ -427,18 +444,18 @@ def ranges(
 
 # %% ../nbs/32_report.ipynb #2c175c20
 def plot_lights(
-    rows: Sequence[Mapping[str, float]],  # of a run, at least one
-    names: Iterable[str],                 # the metrics to show, below the light of the whole row
+    steps: Sequence[int],           # of a run, at least one, ascending
+    judged: Iterable[list[Light]],  # the lights of each step
+    names: Iterable[str],           # the metrics to show, below the light of the whole row
 ) -> Picture:
     "Every light of every step; of more than 300 steps a column shows the worst of several, of equally many each."
-    judged = [{'': overall(row)} | {light.metric: light for light in lights(row)} for row in rows]
+    rows = [{'': gravest(found)} | {light.metric: light for light in found} for found in judged]
     names = ['', *dict.fromkeys(names)]
-    grid = np.array([[COLOURS.index(row[name].colour) if name in row else -1 for row in judged] for name in names])
-    steps = np.array([int(row['step']) for row in rows])
-    first, last = int(steps[0]), int(steps[-1])
+    grid = np.array([[COLOURS.index(row[name].colour) if name in row else -1 for row in rows] for name in names])
+    first, last = steps[0], steps[-1]
     width = math.ceil((last - first + 1)/300)
     worst = np.full((len(names), (last - first)//width + 1), -1)
-    np.maximum.at(worst.T, (steps - first)//width, grid.T)
+    np.maximum.at(worst.T, (np.array(steps) - first)//width, grid.T)
     height = .65 + .24*len(names)
     figure = Picture(9.9, height)
     figure.subplots_adjust(left=.2, right=.985, bottom=.42/height, top=1 - .1/height)
@@ -502,14 +519,15 @@ KL_ROUNDING = 1e-5  # nats per token
 
 
 def start_limits(
-    config: Mapping[str, Any],  # config.json; what it lacks has its default
+    run: RunData,  # any; what its config.json lacks has its default
 ) -> tuple[float, float]:  # largest |ratio - 1| before the first update, and the one from which on it is clipped
     "The limit of the start-up check, which depends on precision and temperature of the run, and that of the clip."
     names = ('bf16', 'matmul_precision', 'temperature', 'clip_range', 'clip_range_high')
+    known = {name: run.config[name] for name in names if name in run.config}
     try:
-        trainer = TrainConfig(**{name: config[name] for name in names if name in config}).for_size(SMALL).trainer
+        trainer = TrainConfig(**known).for_size(SMALL).trainer
     except ValueError as error:
-        raise ReportError(f'config.json: {error}') from None
+        raise ReportError(f'{run.folder/"config.json"}: {error}') from None
     return trainer.identity_tolerance, min(trainer.clip_low, trainer.clip_high)
 
 
@@ -520,7 +538,7 @@ def first_update(
     row = next((row for row in run.rows if row['step'] == row.get('skipped_updates', 0) + 1), None)
     if row is None:
         return None
-    room, clip = start_limits(run.config)
+    room, clip = start_limits(run)
     wanted = {'ratio_max': (1., room), 'clip_ratio/region_mean': (0., 0.), 'kl': (0., room**2/2 + KL_ROUNDING)}
     if room >= clip: del wanted['clip_ratio/region_mean']    # what rounds may be clipped
     return [(name, row[name], target, room, abs(row[name] - target) <= room) for name, (target, room) in wanted.items()
@@ -566,9 +584,9 @@ def draw(
     run: RunData,  # with at least one row, or none at all
 ) -> dict[str, bytes]:  # PNG files by name
     "All pictures that a run has something for."
-    table, pictures = comparison(run.summary), {}
-    if is_shown(table).any():
-        pictures['differences'] = plot_differences(table)
+    pictures = {}
+    if is_shown(run.changes).any():
+        pictures['differences'] = plot_differences(run.changes)
     if run.rows:
         target = run.config.get('kl_target') if run.config.get('kl_control') == 'adaptive' else None
         if not isinstance(target, (int, float, NoneType)):
@@ -576,10 +594,11 @@ def draw(
         pictures['curves'] = plot_curves(run.metrics, target)
         pictures['bands'] = plot_bands(run.metrics)
         pictures |= {f'task_{task}': plot_task(run.metrics, task) for task in TASKS}
-        pictures['looks'] = plot_looks(run.metrics, table)
-        pictures['lights'] = plot_lights(run.rows, [each.metric for each in findings(run.rows)])
+        pictures['looks'] = plot_looks(run.metrics, run.changes)
+        found = findings(run.steps, run.judged)
+        pictures['lights'] = plot_lights(run.steps, run.judged, [each.metric for each in found])
     ends = spread(list(run.tables), 2)
-    pictures['distributions'] = plot_distributions({step: run.completions(step) for step in ends})
+    pictures['distributions'] = plot_distributions({step: read_table(run.tables[step]) for step in ends})
     return {name: png_of(picture) for name, picture in pictures.items() if picture is not None}
 
 # %% ../nbs/32_report.ipynb #51c98f59
@@ -597,13 +616,21 @@ def figure_of(
     return element('figure', element('div', image, class_='scroll'), element('figcaption', caption))
 
 
+class Section(NamedTuple):
+    "A part of the page that the list at its top leads to."
+    link: Html  # in that list
+    body: Html  # the part itself
+
+
 def section(
     title: str,     # its heading
     *parts: Any,    # Html; None is left out
-) -> Html | None:  # None where nothing is in it
-    "A part of the page that the list at its top leads to."
-    parts = [part for part in parts if part is not None]
-    return element('section', element('h2', title), *parts, id=re.sub(r'\W+', '-', title.lower())) if parts else None
+) -> Section | None:  # None where nothing is in it
+    "Make a part of the page."
+    parts, place = [part for part in parts if part is not None], re.sub(r'\W+', '-', title.lower())
+    if not parts:
+        return None
+    return Section(element('a', title, href=f'#{place}'), element('section', element('h2', title), *parts, id=place))
 
 # %% ../nbs/32_report.ipynb #ed3f0cec
 def clock_text(
@@ -623,11 +650,11 @@ def dot(
 
 def events_section(
     run: RunData,  # any
-) -> Html | None:  # None where nobody touched the run
+) -> Section | None:  # None where nobody touched the run
     "What was done by hand."
     rows = [[number(event['step'], '.0f'), clock_text(event), element('b', event['event']),
              f'{event["before"]:g} → {event["value"]:g}' if 'value' in event else '']
-            for event in read_events(run.folder)]
+            for event in run.events]
     note = 'A lever that was moved after a step acts from the next one on.'
     return section('By hand', element('p', note), table_of(['after step', 'time', 'what', ''], rows)) if rows else None
 
@@ -638,8 +665,7 @@ def facts(
     "What stands at the top of the page."
     steps = f'{run.done} of {run.config["steps"]}' if 'steps' in run.config else str(run.done)
     found = {'Steps': steps, 'Ended': ending(run)}
-    table = comparison(run.summary)
-    for row in table[table['metric'] == 'reward'].drop_duplicates('task').to_dict('records'):
+    for row in run.changes[run.changes['metric'] == 'reward'].drop_duplicates('task').to_dict('records'):
         found[f'Held-out {row["task"]}: reward'] = (
             f'{number(row["before"])} before, {number(row["after"])} after, z = {number(row["z"], "+z.1f")}, '
             f'{temperature_name(row["temperature"])}')
@@ -655,7 +681,7 @@ def facts(
         found['Reward of a batch'] = f'{first} at first, {best} the highest, {now} at last'
     counted = {'Tokens': 'num_tokens', 'Skipped updates': 'skipped_updates', 'Recoveries': 'recoveries'}
     found |= {name: number(last[key], ',.0f') for name, key in counted.items() if key in last}
-    light = overall(last)
+    light = gravest(run.judged[-1])
     return found | {'Light of the last step': element('span', dot(light.colour), f': {light.reason}')}
 
 
@@ -668,31 +694,41 @@ def heading(
     return element('header', element('p', 'GRPO run'), element('h1', model), element('dl', *rows))
 
 # %% ../nbs/32_report.ipynb #dbed4db2
+def own_reward(
+    run: RunData,  # any
+) -> str:  # empty where the default paid
+    "The name of the run's own reward function."
+    name = run.origin.get('reward_fn', default_reward.__name__)
+    return '' if name == default_reward.__name__ else name
+
+
 def change_row(
     row: Mapping[str, Any],  # of `comparison`
+    own: str,                # the name of the run's own reward function; empty where it had none
 ) -> list[Any]:  # cells
     "A row of the before/after table."
     known = TASK_METRICS.get(row['task'], {}).get(row['metric'])
-    meaning = element('small', known.meaning) if known else None
-    metric = element('span', element('b', row['metric']), meaning, class_='metric')
+    meaning = f'what {own} pays' if own and row['metric'] == 'reward' else known.meaning if known else None
+    metric = element('span', element('b', row['metric']), meaning and element('small', meaning), class_='metric')
     numbers = [number(row[name], form) for name, form in (
         ('before', '.3f'), ('after', '.3f'), ('difference', '+z.3f'), ('standard_error', '.3f'), ('z', '+z.1f'),
         ('n', '.0f'), ('chance', '.3f'))]
     verdict = element('b', row['verdict'], class_=row['verdict']) if row['verdict'] else ''
     return [row['task'], temperature_name(row['temperature']), metric, *numbers, verdict]
 
-
+# %% ../nbs/32_report.ipynb #42f4aca5
 def changes_section(
     run: RunData,                   # any
     pictures: Mapping[str, bytes],  # from `draw`
-) -> Html | None:  # None where the run was not evaluated
+) -> Section | None:  # None where the run was not evaluated
     "The before/after table, what matters first."
-    table = comparison(run.summary)
+    table = run.changes
     if table.empty:
         return None
     head = ['task', 'sampling', 'metric', 'before', 'after', 'difference', 'SE', 'z', 'n', 'chance', '']
     shown, step = is_shown(table), run.summary.get('steps', run.done)
-    first, rest = ([change_row(row) for row in part.to_dict('records')] for part in (table[shown], table[~shown]))
+    parts, own = (table[shown], table[~shown]), own_reward(run)
+    first, rest = ([change_row(row, own) for row in part.to_dict('records')] for part in parts)
     able = int(table['z'].notna().sum())
     note = (f'Held-out prompts, each compared with itself. Marked where |z| is at least {SIGNIFICANT:g} (of few '
             'prompts more, by the t distribution). If nothing had changed, about '
@@ -710,7 +746,7 @@ def changes_section(
 # %% ../nbs/32_report.ipynb #fa4bb3ba
 def course_section(
     pictures: Mapping[str, bytes],  # from `draw`
-) -> Html | None:  # None without a step
+) -> Section | None:  # None without a step
     "Curves."
     words = {
         'curves': 'Each step pale, the trend in full colour, the healthy range in green; the dot is the last light.',
@@ -725,11 +761,11 @@ def course_section(
 def lights_section(
     run: RunData,                   # any
     pictures: Mapping[str, bytes],  # from `draw`
-) -> Html | None:  # None without a step
+) -> Section | None:  # None without a step
     "When the lights left green, and why."
     if not run.rows:
         return None
-    colours, found = [overall(row).colour for row in run.rows], findings(run.rows)
+    colours, found = [gravest(each).colour for each in run.judged], findings(run.steps, run.judged)
     counts = ', '.join(f'{colours.count(colour)} {colour}' for colour in COLOURS)
     skipped = sorted(run.folder.glob('skipped/step-*.csv'))
     head = ['light', 'metric', 'was', 'worst', 'times', 'steps', 'which means']
@@ -747,7 +783,7 @@ def lights_section(
 
 def start_section(
     run: RunData,  # any
-) -> Html | None:  # None without a step
+) -> Section | None:  # None without a step
     "The check of the first update."
     if not run.rows:
         return None
@@ -762,9 +798,9 @@ def start_section(
 # %% ../nbs/32_report.ipynb #e799105a
 def samples_section(
     run: RunData,  # any
-) -> Html | None:  # None without completions
+) -> Section | None:  # None without completions
     "Best, median and worst completions from the start, the middle and the end."
-    tables = {step: run.completions(step) for step in spread(list(run.tables))}
+    tables = {step: read_table(run.tables[step]) for step in spread(list(run.tables))}
     parts = [part for task in TASKS if (part := samples_of(tables, task)) is not None]
     note = 'From the first, the middle and the last table: the best, the median and the worst completion by reward.'
     return section('What the model wrote', element('p', note), *parts) if parts else None
@@ -781,7 +817,7 @@ def default_words(
 
 def settings_section(
     run: RunData,  # any
-) -> Html | None:  # None without config.json
+) -> Section | None:  # None without config.json
     "Settings and the command line."
     if not run.config:
         return None
@@ -789,11 +825,10 @@ def settings_section(
                for name, value in changed_settings(run.config).items()]
     whole = [[name, as_text(value)] for name, value in run.config.items()]
     differing = table_of(['setting', 'value', 'default'], changed) if changed else element('p', 'All are the defaults.')
-    reward_fn = read_object(run.folder/'origin.json', ReportError).get('reward_fn', default_reward.__name__)
     note = 'the same seed on the same kind of machine gives the same numbers, unless the run was made longer.'
-    if read_events(run.folder): note = 'this run was steered by hand, and the command repeats it without that.'
-    if reward_fn != default_reward.__name__:
-        note = f'this run had a reward_fn of its own, {reward_fn}: train(config, reward_fn={reward_fn}) repeats it.'
+    if run.events: note = 'this run was steered by hand, and the command repeats it without that.'
+    if own := own_reward(run):
+        note = f'this run had a reward_fn of its own, {own}: train(config, reward_fn={own}) repeats it.'
     return section(
         'Settings', differing,
         element('details', element('summary', f'All {len(whole)} settings'), table_of(['setting', 'value'], whole)),
@@ -854,15 +889,14 @@ def page(
     sections = [changes_section(run, pictures), course_section(pictures), events_section(run),
                 lights_section(run, pictures), samples_section(run), start_section(run), settings_section(run)]
     sections = [each for each in sections if each is not None]
-    places = [re.search('id="([^"]*)"><h2>([^<]*)', each).groups() for each in sections]
-    links = [element('a', title, href=f'#{place}') for place, title in places]
     title = f'{run.config.get("model", "run")}, step {run.done}'
     head = element('head', element('meta', charset='utf-8'),
                    element('meta', http_equiv='Content-Security-Policy', content=POLICY),
                    element('meta', name='viewport', content='width=device-width, initial-scale=1'),
                    element('title', title), element('style', Html(PAGE_STYLE)))
     note = element('footer', f'Made by rookworld_nb {__version__} from the run folder {run.folder.resolve().name}.')
-    body = element('body', heading(run), element('nav', *links) if links else None, *sections, note)
+    links = element('nav', *(each.link for each in sections)) if sections else None
+    body = element('body', heading(run), links, *(each.body for each in sections), note)
     return '<!DOCTYPE html>\n' + element('html', head, body, lang='en') + '\n'
 
 

@@ -10,8 +10,8 @@ __all__ = ['Shaping', 'ADDITIVE', 'Scaling', 'RANGES', 'POSITIVE', 'CURVES', 'PA
            'judge', 'ladder_rung', 'shape_reward', 'MissingTarget', 'BadScores', 'refuse_lost', 'BadTarget',
            'EngineSilent', 'Analyser', 'stored_truth', 'rules_truth', 'engine_truth', 'find_truth', 'RunningNorm',
            'running_norms', 'blend_shares', 'component_row', 'component_table', 'engine_questions', 'Scores',
-           'PatientEngine', 'find_truths', 'judge_rows', 'default_reward', 'name_of', 'call_reward_fn', 'final_rewards',
-           'RewardScorer']
+           'PatientEngine', 'find_truths', 'judge_rows', 'default_reward', 'name_of', 'call_reward_fn', 'plain_rewards',
+           'final_rewards', 'RewardScorer']
 
 # %% ../nbs/05_rewards.ipynb #b4f48dd3
 import logging
@@ -29,7 +29,8 @@ from rapidfuzz.distance import Levenshtein
 from torch import Tensor
 
 from .rules import PATIENCE, Candidate, EngineError, EnvStep, env_step, legal_moves, win_probability
-from .tasks import MAX_MOVES, EnvAnswer, PolicyAnswer, parse_env, parse_policy, read_prompt, task_of
+from .tasks import (
+    MAX_MOVES, EnvAnswer, PolicyAnswer, env_parts, parse_env, parse_policy, read_prompt, task_of)
 
 # %% ../nbs/05_rewards.ipynb #06fb0aa1
 Shaping = Literal['graduated', 'continuous', 'linear', 'binary', 'ladder']
@@ -276,7 +277,7 @@ def read_env(
 ) -> EnvAnswer:  # unreadable if it brings a position or a move of its own
     """Read what stands after an environment prompt; a text that occurs again is not parsed again."""
     answer = parse_env(text)
-    return answer if answer.fen is None and answer.uci is None else EnvAnswer(clean=False)
+    return answer if env_parts(text) else EnvAnswer(clean=False)
 
 # %% ../nbs/05_rewards.ipynb #e8b30adb
 def judge_policy(
@@ -384,22 +385,17 @@ class Analyser(Protocol):
 # %% ../nbs/05_rewards.ipynb #cce6a954
 @lru_cache(maxsize=1024)
 def stored_truth(
-    prompt: str,  # P: or A: prompt
+    prompt: str,  # P: prompt
     target: str,  # the completion that would be perfect
-) -> PolicyTruth | EnvStep:  # what the completion is compared with
+) -> PolicyTruth:  # what the completion is compared with
     """Read a stored target; cached, because every prompt is scored many times."""
-    if task_of(prompt) == 'P':
-        answer = read_policy(target)    # not of another position, and nothing in it that cannot be read
-        if not answer.has_form():
-            raise BadTarget(f'target {target!r} must be M: 1 to {MAX_MOVES} moves E: as many evaluations B: a move')
-        fen = read_prompt(prompt).fen
-        if wrong := [m for i, m in enumerate(answer.moves) if m not in legal_moves(fen) or m in answer.moves[:i]]:
-            raise BadTarget(f'target {target!r}: {wrong[0]} is illegal in {fen} or listed twice')
-        return PolicyTruth.make(fen, answer.moves, answer.evals)
-    answer = parse_env(target)
-    if not answer.well_formed:
-        raise BadTarget(f'target {target!r} must be new_fen+reward+terminated+truncated')
-    return EnvStep(answer.new_fen, answer.reward, answer.terminated, answer.truncated)
+    answer = read_policy(target)    # not of another position, and nothing in it that cannot be read
+    if not answer.has_form():
+        raise BadTarget(f'target {target!r} must be M: 1 to {MAX_MOVES} moves E: as many evaluations B: a move')
+    fen = read_prompt(prompt).fen
+    if wrong := [m for i, m in enumerate(answer.moves) if m not in legal_moves(fen) or m in answer.moves[:i]]:
+        raise BadTarget(f'target {target!r}: {wrong[0]} is illegal in {fen} or listed twice')
+    return PolicyTruth.make(fen, answer.moves, answer.evals)
 
 # %% ../nbs/05_rewards.ipynb #da6725b0
 @lru_cache(maxsize=1024)
@@ -428,12 +424,13 @@ def find_truth(
     target: str | None,       # stored perfect completion, or None
     engine: Analyser | None,  # asked for P: prompts without a target
 ) -> PolicyTruth | EnvStep:   # what a completion is compared with
-    """A: the rules, whatever is stored. P: the stored target if there is one, else the engine."""
-    stored = None if target is None else stored_truth(prompt, target)
+    """A: the rules, whatever readable answer is stored. P: the stored target if there is one, else the engine."""
     if task_of(prompt) == 'A':
+        if target is not None and not read_env(target).well_formed:
+            raise BadTarget(f'target {target!r} must be new_fen+reward+terminated+truncated')
         return rules_truth(prompt)
-    if stored is not None:
-        return stored
+    if target is not None:
+        return stored_truth(prompt, target)
     if engine is None:
         raise MissingTarget(f'{prompt!r} has no stored target and there is no engine to ask; give one of the two')
     return engine_truth(prompt, engine)
@@ -592,16 +589,11 @@ class PatientEngine:
 
 # %% ../nbs/05_rewards.ipynb #74e23d07
 def find_truths(
-    prompts: Sequence[str],                # N prompts
-    completions: Sequence[str],            # N texts, only counted
-    targets: Sequence[str | None] | None,  # N perfect completions, None where there is none
-    engine: Analyser | None,               # asked for P: prompts without a target
-) -> list[PolicyTruth | EnvStep | None]:   # one per completion; None where the engine failed on that prompt alone
-    """Find what is right for every completion, each prompt once, before anything is scored."""
-    targets = [None]*len(prompts) if targets is None else targets
-    if not len(prompts) == len(completions) == len(targets):
-        raise BadTarget(f'{len(prompts)} prompts, {len(completions)} completions and {len(targets)} targets; '
-                        'give as many of each, a prompt once for every completion of it')
+    prompts: Sequence[str],         # N prompts
+    targets: Sequence[str | None],  # N perfect completions, None where there is none
+    engine: Analyser | None,        # asked for P: prompts without a target
+) -> list[PolicyTruth | EnvStep | None]:  # one for each; None where the engine failed on that prompt alone
+    """Find what is right for every prompt, each once, before anything is scored."""
     pairs, truths = list(zip(prompts, targets)), {}
     for pair in dict.fromkeys(pairs):
         try:
@@ -622,7 +614,11 @@ def judge_rows(
     targets: Sequence[str | None] | None,  # N perfect completions, None where there is none
 ) -> list[Judged | None]:                  # one per completion; None: nobody could say what is right
     """Find every truth and judge every completion; no row depends on another."""
-    truths = find_truths(prompts, completions, targets, engine)
+    targets = [None]*len(prompts) if targets is None else targets
+    if not len(prompts) == len(completions) == len(targets):
+        raise BadTarget(f'{len(prompts)} prompts, {len(completions)} completions and {len(targets)} targets; '
+                        'give as many of each, a prompt once for every completion of it')
+    truths = find_truths(prompts, targets, engine)
     return [None if truth is None else judge(text, truth, cfg) for text, truth in zip(completions, truths)]
 
 # %% ../nbs/05_rewards.ipynb #6a108501
@@ -651,16 +647,25 @@ def call_reward_fn(
 ) -> list[float]:                # N rewards
     """Ask a function of somebody's own; what is not N numbers is refused."""
     given = reward_fn(prompts, completions, components.copy())
+    return plain_rewards(given, len(completions), f'reward_fn={name_of(reward_fn)}')
+
+# %% ../nbs/05_rewards.ipynb #c2aa8bfe
+def plain_rewards(
+    given: Any,  # what a function of somebody's own returned
+    count: int,  # of answers
+    who: str,    # the function, for the message
+) -> list[float]:
+    """Numbers, one for each answer; BadScores for anything else."""
     rewards, cause = [], None
     if not isinstance(given, (Mapping, Set, str, bytes, pd.DataFrame)):    # which hold something else than N rewards
         try: rewards = [float(reward) for reward in given]
         except (TypeError, ValueError, OverflowError) as error: cause = error
-    if len(rewards) != len(completions):
-        raise ValueError(f'reward_fn={name_of(reward_fn)}: a number for each of {len(completions)} answers is needed; '
-                         f'it gave {" ".join(repr(given).split())[:120]}') from cause
+    if len(rewards) != count:
+        raise BadScores(f'{who}: a number for each of {count} answers is needed; it gave '
+                        f'{" ".join(repr(given).split())[:120]}') from cause
     return rewards
 
-# %% ../nbs/05_rewards.ipynb #c2aa8bfe
+
 def final_rewards(
     components: pd.DataFrame,       # table of components, N rows
     norms: dict[str, RunningNorm],  # running averages by task; empty leaves the rewards as they are

@@ -49,7 +49,7 @@ def parse_board(
     if grave := problems & ~_HARMLESS:
         why = ', '.join(flag.name.lower().replace('_', ' ') for flag in grave)
         raise InvalidFen(f"impossible position: {fen!r} ({why})")
-    if problems & chess.STATUS_INVALID_EP_SQUARE: board.ep_square = None    # or a pawn could capture nothing there
+    if problems & chess.STATUS_INVALID_EP_SQUARE: board.ep_square = None    # else a pawn captures what is not there
     return board
 
 @functools.lru_cache(maxsize=1024)
@@ -292,7 +292,7 @@ class AnalysisCache(_Closing):
     def __init__(self,
         path: str | Path,  # the file; made on first use
     ):
-        self.path, self._lock, self._db, self._owner = Path(path), threading.Lock(), None, None
+        self.path, self._lock, self._db, self._owner = Path(os.path.expanduser(path)), threading.Lock(), None, None
 
     def _execute(self, sql: str, values: tuple) -> list[tuple]:
         with self._lock:

@@ -5,10 +5,10 @@
 # %% auto #0
 __all__ = ['logger', 'ENDINGS', 'SHOWN', 'origin_of', 'run_state', 'memory_so_far', 'save_run', 'check_origin', 'read_object',
            'is_going_on', 'restore_run', 'resumed_config', 'asked_for', 'NoWriter', 'interrupted_afterwards',
-           'terminated_as_interrupted', 'make_folder', 'alone_in', 'check_settled', 'alone_and_current', 'writer_of',
-           'starting_config', 'Run', 'save_failed', 'next_row', 'write_events', 'is_event', 'read_events', 'levers',
-           'move_lever', 'steer', 'cost_of', 'run_summary', 'finish', 'first_update_line', 'memory_in_words',
-           'cut_off_line', 'follow', 'closing_table', 'train']
+           'terminated_as_interrupted', 'make_folder', 'alone_in', 'check_settled', 'check_current',
+           'alone_and_current', 'writer_of', 'starting_config', 'Run', 'save_failed', 'next_row', 'write_events',
+           'is_event', 'read_events', 'levers', 'move_lever', 'steer', 'cost_of', 'run_summary', 'finish',
+           'first_update_line', 'memory_in_words', 'cut_off_line', 'follow', 'closing_table', 'train']
 
 # %% ../nbs/31_run.ipynb #c51d5da5
 import json
@@ -18,7 +18,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from .buffer import buffer_state, collector_state, restore_buffer, restore_colle
 from .checkpoint import (
     PROFILES, checkpoint_step, checkpoint_sums, checkpoints_of, cut_logs, fingerprint, model_bytes,
     newest_checkpoint, put_back, sweep, write_checkpoint)
-from .config import FREE, MOVABLE, OPEN, RunError, TrainConfig
+from .config import FREE, MOVABLE, OPEN, RunError, TrainConfig, typed
 from .evaluate import chance_line, compare, recall_table, select_rows
 from .flags import as_text
 from .hardware import (
@@ -39,7 +39,7 @@ from .model import GPT
 from .positions import locked
 from .ranks import ALONE, Ranks, agree
 from .records import (
-    MetricWriter, RunFolder, RunWriter, read_metrics, save_reward_curve, write_atomic, write_json)
+    MetricWriter, RunWriter, read_metrics, save_reward_curve, write_atomic, write_json)
 from .rewards import default_reward, name_of
 from .setup import Setup, choose_batch, examine, glance, planned_work, run_folder
 from .trainer import restore_trainer, trainer_state
@@ -100,7 +100,7 @@ def check_origin(
 ) -> None:
     "Refuse to go on with another reference, other prompts or another reward."
     of_run = f'the run in {run.folder}'
-    for name, what in (('reference', f'--model {run.config.model}'), ('data', f'--data {run.config.data}')):
+    for name, what in (('reference', typed('model', run.config.model)), ('data', typed('data', run.config.data))):
         if began.get(name, run.origin[name]) != run.origin[name]:
             raise RunError(f'{what}: not what {of_run} began with')
     if (before := began.get('reward_fn', name_of(default_reward))) != run.origin['reward_fn']:
@@ -170,12 +170,13 @@ def resumed_config(
         if name not in stored:
             raise RunError(f'{name}: no such setting')
         if name not in (*FREE, *MOVABLE) and stored[name] != value:
-            raise RunError(f'--{name.replace("_", "-")} {as_text(value)}: the run in {folder} has '
-                           f'{as_text(stored[name])}, and --resume goes on with it as it is; start a new run instead')
+            raise RunError(f'{typed(name, value)}: the run in {folder} has {as_text(stored[name])}, and '
+                           '--resume goes on with it as it is; start a new run instead')
     engine = stored['stockfish_path']
     if ((path := asked.get('stockfish_path', engine)) is None) != (engine is None):
-        raise RunError(f'--stockfish-path {path}: the run in {folder} was started {"with" if engine else "without"} an '
-                       'engine, and --resume goes on with it so; start a new run instead')
+        raise RunError(f'{typed("stockfish_path", path)}: the run in {folder} was started '
+                       f'{"with" if engine else "without"} an engine, and --resume goes on with it so; '
+                       'start a new run instead')
     try:
         own = TrainConfig(**stored)
     except ValueError as error:
@@ -281,31 +282,42 @@ def check_settled(
         raise RunError(f'a step was broken off: go on with a new Run, --resume and --output-dir {run.folder}')
 
 # %% ../nbs/31_run.ipynb #af9073e4
+def check_current(
+    run: 'Run',  # alone in its folder
+) -> None:
+    "Refuse to write where another run has begun or gone on."
+    if not (run.config.resume or run.begun) and (run.folder/'config.json').exists():
+        raise RunError(f'--output-dir {run.folder}: another run has begun there in the meantime; give a new folder')
+    if checkpoint_sums(run.folder) != run.sums:
+        raise RunError(f'--output-dir {run.folder}: its checkpoints are others than when this run was set up or '
+                       'last saved: another run has gone on there; make a new Run, with --resume')
+
+
 @contextmanager
 def alone_and_current(
     run: 'Run',  # about to start
 ) -> Iterator[None]:
     "Keep other runs out of its folder; RunError where one goes on there, or has left this run's state behind."
+    if not run.ranks.first:
+        yield
+        return
     with alone_in(run.folder):
-        if not run.config.resume and not run.trainer.step and (run.folder/'config.json').exists():
-            raise RunError(f'--output-dir {run.folder}: another run has begun there in the meantime; give a new folder')
-        if checkpoint_sums(run.folder) != run.sums:
-            raise RunError(f'--output-dir {run.folder}: its checkpoints are others than when this run was set up or '
-                           'last saved: another run has gone on there; make a new Run, with --resume')
+        check_current(run)
         if run.config.resume and not run.trainer.step:
             logger.warning('no step is saved in %s yet: the run begins again', run.folder)
         write_json(run.folder/'origin.json', run.origin)
         write_json(run.folder/'config.json', asdict(run.config))    # killed from here on, --resume finds it
-        yield
+        run.begun = run.holds = True
+        try: yield
+        finally: run.holds = False
 
-
+# %% ../nbs/31_run.ipynb #43b44523
 def writer_of(
     run: 'Run',  # about to start
 ) -> RunWriter | NoWriter:
     "What keeps the run folder, on the process that writes."
     if not run.ranks.first:
         return NoWriter()
-    make_folder(run.folder)
     if run.config.resume:
         sweep(run.folder)
         cut_logs(run.folder, run.trainer.step)
@@ -338,7 +350,7 @@ class Run(Setup):
         super().__init__(starting_config(config, ranks), ranks, reward_fn)
         self.started, self.console = time.perf_counter(), ''    # the latest step's line for the console
         self.profiles, self.settled, self.events = None, True, []    # of memory; between steps; done by hand
-        self.saved, self.holds = 0, False    # step of the newest checkpoint to resume; other runs are kept out already
+        self.saved, self.begun, self.holds = 0, False, False    # newest checkpoint; folder made; others kept out
         self.sums: dict[str, bytes] = {}    # of the checkpoints, as this run knows them
         with ExitStack() as undo:
             undo.callback(self.close)
@@ -353,11 +365,11 @@ class Run(Setup):
     def steps(
         self,
         writers: Sequence = (),  # others that take each row, with `log(metrics)`
+        alone: AbstractContextManager | None = None,  # keeps other runs out of the folder; None: `alone_and_current`
     ) -> Iterator[dict[str, float]]:  # metrics by name, one row per optimiser step
         "Train, and write everything down as it happens; the final checkpoint is written however the loop ends."
         check_settled(self)
-        alone = nullcontext() if self.holds or not self.ranks.first else alone_and_current(self)
-        with terminated_as_interrupted(), alone, writer_of(self) as writer:
+        with terminated_as_interrupted(), alone or alone_and_current(self), writer_of(self) as writer:
             source = self.trainer.run(self.buffer)
             try:
                 while (metrics := next_row(self, source, writer, writers)) is not None:
@@ -396,7 +408,6 @@ def next_row(
         finally:    # the step is whole, with its look or without
             metrics['time'] = time.time()
             run.settled, run.console = True, writer.log(metrics)
-        for other in others: other.log(metrics)
         if arrived := run.buffer.arrived: writer.table(step, pd.concat([e.table for e in arrived], ignore_index=True))
         if run.trainer.broken is not None: writer.table(step, run.trainer.broken, 'skipped')
         if run.trainer.failed is not None: save_failed(run)
@@ -405,6 +416,7 @@ def next_row(
             run.trainer.propose()    # what a recovery may go back to, if the next fresh samples find it sound
             save_run(run, f'checkpoint-{step}')
             trim_memory()    # less than a step's time, and so not after each
+        for other in others: other.log(metrics)    # guests last: where one fails, what is ours is whole
         return metrics
 
 # %% ../nbs/31_run.ipynb #862d421a
@@ -480,9 +492,12 @@ def steer(
     if wish == 'stop' and not run.trainer.stop_reason:
         run.trainer.stop_reason = f'stopped by hand after step {step}'
     run.events.append({'step': step, 'time': time.time(), 'event': wish, **moved})
-    make_folder(run.folder)
-    write_events(run.folder, run.events)
-    if wish == 'checkpoint': save_run(run, f'checkpoint-{step}')
+    with ExitStack() as stack:
+        if run.ranks.first and not run.holds:
+            stack.enter_context(alone_in(run.folder))
+            check_current(run)
+        write_events(run.folder, run.events)
+        if wish == 'checkpoint': save_run(run, f'checkpoint-{step}')
     change = ' from {before:g} to {value:g}'.format(**moved) if moved else ''
     return f'After step {step}: {wish}{change}'
 
@@ -517,7 +532,7 @@ def finish(
     "Compare before with after and write summary.json; without held-out positions there is nothing to compare."
     table = compare(*tables, chance_line(run.heldout)) if tables else pd.DataFrame()
     if run.ranks.first:
-        RunFolder(run.folder).summary(run_summary(run, tables, table))
+        write_json(run.folder/'summary.json', run_summary(run, tables, table))
     return table
 
 # %% ../nbs/31_run.ipynb #c6ae6a68
@@ -555,7 +570,7 @@ def cut_off_line(
 
 # %% ../nbs/31_run.ipynb #91ce0b7f
 def follow(
-    run: Run,                      # about to start
+    run: Run,                      # about to start, alone in its folder
     writers: Sequence,             # others that take each row
     say: Callable[[str], object],  # takes a line for the console
 ) -> None:
@@ -564,7 +579,7 @@ def follow(
               disable=None if run.ranks.first else True) as bar:    # none: where it would end in a file
         try:
             unchecked = run.trainer.untouched
-            for metrics in run.steps(writers):
+            for metrics in run.steps(writers, nullcontext()):
                 if unchecked and not run.trainer.untouched:
                     say(first_update_line(metrics) + cut_off_line(metrics, run.config.max_new_tokens))
                     unchecked = False
@@ -605,9 +620,7 @@ def train(
     run, say = Run(config, ranks, reward_fn), tqdm.write if ranks.first else lambda line: None
     with closing(run), memory_in_words(run), ExitStack() as stack:
         say(f'{planned_work(run)}\nHardware: {run.hardware}')
-        if ranks.first:    # a place that cannot be written to, or where another run goes on, costs no examination
-            stack.enter_context(alone_and_current(run))
-            run.holds = True
+        stack.enter_context(alone_and_current(run))    # a place that cannot be written to costs no examination
         others = [stack.enter_context(closing(make(run.folder, asdict(run.config)))) for make in writers if ranks.first]
         if run.heldout:
             say(f'Evaluating {len(run.heldout)} held-out positions before the first update')

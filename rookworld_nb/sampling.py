@@ -10,7 +10,7 @@ __all__ = ['COLDEST', 'TILE_ELEMENTS', 'SamplingError', 'PromptLengthError', 'dr
 
 # %% ../nbs/06_sampling.ipynb #2781073b
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from numbers import Integral, Real
 
 import torch
@@ -25,7 +25,7 @@ from .weights import end_token_id
 COLDEST = 1e-6  # the lowest temperature above 0: logits that are divided by much less overflow
 
 
-class SamplingError(ValueError): 'A request that cannot be served: no prompts, a group of none, a negative temperature.'
+class SamplingError(ValueError): 'What cannot be served: no prompts, an empty group, a negative temperature, NaN.'
 class PromptLengthError(SamplingError): 'A prompt without tokens, or one that leaves the model no position to write in.'
 
 # %% ../nbs/06_sampling.ipynb #20a59c5d
@@ -161,8 +161,7 @@ class Rollouts:
         device: torch.device | str,  # where the tensors shall be
     ) -> 'Rollouts':
         'The same rollouts with their tensors on another device.'
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        return replace(self, **{name: x.to(device) for name, x in values.items() if isinstance(x, Tensor)})
+        return replace(self, **{name: x.to(device) for name, x in vars(self).items() if isinstance(x, Tensor)})
 
 # %% ../nbs/06_sampling.ipynb #5bff5831
 def decode_completions(

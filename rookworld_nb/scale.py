@@ -499,7 +499,7 @@ def in_words(
         yield
     except (NoRoom, optuna.exceptions.StorageInternalError) as error:
         why = error if isinstance(error, NoRoom) else f'{search.folder}: the study cannot be written: {error.__cause__}'
-        raise SearchError(f'{why}; once there is room, the same command goes on from here') from error
+        raise SearchError(f'{why}; once that is mended, the same command goes on from here') from error
 
 # %% ../nbs/34_scale.ipynb #3145b2ff
 class TakenTwice(BaseException):
@@ -793,9 +793,10 @@ def plot_success(
     rates: pd.DataFrame,  # of `success_rates`
 ) -> Picture:
     "Success rates with Wilson intervals; dashed: the whole study."
-    picture = Picture(6.4, .7 + .24*len(rates))
+    height = .7 + .24*len(rates)
+    picture = Picture(6.4, height)
     [axes], whole = picture.grid(1, 1), rates['rate'].iloc[0]
-    picture.subplots_adjust(left=.34, right=.92, bottom=.42/(.7 + .24*len(rates)), top=1 - .3/(.7 + .24*len(rates)))
+    picture.subplots_adjust(left=.34, right=.92, bottom=.42/height, top=1 - .3/height)
     names = [' '.join(filter(None, key)) for key in rates.index]
     places = range(len(names))
     axes.axvline(whole, color=MUTED, lw=1, ls=(0, (4, 3)))

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['logger', 'OFTEN', 'SIGHT', 'apart_from_evaluation', 'warn_of_few', 'training_samples', 'heldout_samples',
            'run_folder', 'both_devices', 'warn_weightless', 'paid_by', 'try_reward', 'shortened', 'open_engine',
-           'announced', 'answers_of', 'collector_of', 'Setup', 'updates_per_batch', 'prompts_to_draw', 'planned_work',
-           'trial_run', 'memory_components', 'profile_batches', 'choose_batch', 'examine', 'glance']
+           'announced', 'prompts_of', 'answers_of', 'collector_of', 'Setup', 'updates_per_batch', 'prompts_to_draw',
+           'planned_work', 'trial_run', 'memory_components', 'profile_batches', 'choose_batch', 'examine', 'glance']
 
 # %% ../nbs/30_setup.ipynb #a453277b
 import copy
@@ -168,21 +168,23 @@ def paid_by(
         raise RunError(f'--credit part: {name_of(reward_fn)} pays whole answers; say --credit answer')
     return replace(config, credit='answer')
 
-
+# %% ../nbs/30_setup.ipynb #21cc0831
 def try_reward(
     reward_fn: Callable,        # the default, which needs no trial, or one of somebody's own
-    config: TrainConfig,        # rewards
-    samples: Iterable[Sample],  # of the tasks that it will be asked about
+    config: TrainConfig,        # rewards, share of A: prompts
+    heldout: Sequence[Sample],  # of the examinations
+    samples: Sequence[Sample],  # to train on
 ) -> None:
-    "Ask a reward of somebody's own about two right answers of each task: what is wrong with it is found at once."
+    "Ask a reward of somebody's own about right answers of each task: what is wrong with it is found at once."
     if reward_fn is default_reward: return
     wanted, given = ('prompts', 'completions', 'components'), None
     with suppress(ValueError): given = signature(reward_fn)    # some functions of C have none
     try: given and given.bind(*wanted)
     except TypeError as error:
         raise RunError(f'reward_fn={name_of(reward_fn)}: is called with {", ".join(wanted)} ({error})') from None
-    known = by_task(sample for sample in samples if sample.completion)
-    rows = [(sample.prompt, sample.completion, sample.completion) for some in known.values() for sample in some[:2]]
+    asked = [*heldout, *(sample for sample in samples if config.mix_env_ratio != {'P': 1, 'A': 0}[sample.task])]
+    known = by_task(sample for sample in asked if sample.completion)
+    rows = [(sample.prompt, sample.completion, sample.completion) for some in known.values() for sample in some[:16]]
     if rows: RewardScorer(config.rewards, reward_fn=reward_fn)(*zip(*rows))
 
 # %% ../nbs/30_setup.ipynb #6f5a0e3f
@@ -194,8 +196,8 @@ def shortened(
     asked = [sample for sample in sets[0] if sample.task == 'A'] if config.history_plies > 1 else []
     longest = max((len(parse_env(sample.line).history) for sample in asked), default=config.history_plies)
     if longest < config.history_plies and config.mix_env_ratio:
-        logger.warning('--history-plies %d: no A: prompt shows more than %d of the last moves; lines that do come with '
-                       '--data', config.history_plies, longest)
+        logger.warning('--history-plies %d: no A: prompt shows more than %d of the last moves; give lines '
+                       'that show more with --data', config.history_plies, longest)
     return [with_history(samples, config.history_plies) for samples in sets]
 
 
@@ -225,6 +227,21 @@ def announced(
         yield samples
 
 # %% ../nbs/30_setup.ipynb #61c0d132
+def prompts_of(
+    run: 'Setup',  # whose configuration and samples are there
+) -> PromptMix:
+    "The stream of prompts; warn where one comes several times in a batch."
+    config, samples = run.config, by_task(run.samples)
+    prompts = PromptMix(run.samples, config.batch_positions, config.mix_env_ratio, config.seed, config.rare_env_ratio,
+                        config.easy_first)
+    for task, share in (('P', 1 - config.mix_env_ratio), ('A', config.mix_env_ratio)):
+        have, dealt = len(samples[task]), config.batch_positions*share
+        if have < dealt:
+            logger.warning('--batch-positions %d: some %.0f of a batch are %s: prompts, and there are %d: the '
+                           'same come several times', config.batch_positions, dealt, task, have)
+    return prompts
+
+
 def answers_of(
     run: 'Setup',  # whose configuration, samples and tokenizer are there
 ) -> RightAnswers | None:
@@ -258,7 +275,7 @@ class Setup:
         device, elsewhere = both_devices(config, ranks)
         self.ranks, self.folder, self.reward_fn = ranks, ranks.gather(run_folder(config))[0], reward_fn
         self.heldout, self.samples = heldout_samples(config), training_samples(config)
-        try_reward(reward_fn, config, self.heldout or self.samples)
+        try_reward(reward_fn, config, self.heldout, self.samples)
         with ExitStack() as undo:    # an engine does not outlive what fails after it
             self.engine = open_engine(config, undo)
             self.model, self.tokenizer = load_pretrained(config.model, device)
@@ -276,8 +293,7 @@ class Setup:
     ) -> None:
         "Put the parts around models and samples."
         self.config, self.scorer = config, RewardScorer(config.rewards, self.engine, self.ranks.spread, self.reward_fn)
-        self.prompts = PromptMix(self.samples, config.batch_positions, config.mix_env_ratio, config.seed,
-                                 config.rare_env_ratio, config.easy_first)
+        self.prompts = prompts_of(self)
         self.trainer = Trainer(self.model, config.trainer, self.reference, self.ranks, answers_of(self))
         self.collector = collector_of(self)
         self.buffer = RolloutBuffer(self.collector, config.buffer)

@@ -153,7 +153,8 @@ def suite_format(
     line: str,  # the first line of a file that is not empty
 ) -> str | None:  # 'lichess', 'epd', 'bigbench'; None: none of them
     """The format of a suite, by its content."""
-    cells = next(csv.reader([line]), [''])
+    try: cells = next(csv.reader([line]), [''])
+    except csv.Error: cells = ['']    # a field that is too long
     if {'FEN', 'Moves'} <= set(cells) or len(cells) > 2 and is_fen(cells[1]):
         return 'lichess'
     return 'bigbench' if line.lstrip().startswith('{') else 'epd' if is_fen(line.strip()) else None
@@ -683,6 +684,14 @@ def level_options(
 
 
 @contextmanager
+def _blamed(path: str, level: str) -> Iterator[None]:
+    "What goes wrong in the block is the engine's fault."
+    try: yield
+    except (chess.engine.EngineError, TimeoutError) as error:
+        raise SuiteError(f'Stockfish at {path}, level {level!r}: {str(error) or "no answer"}') from None
+
+
+@contextmanager
 def stockfish_opponent(
     level: str,                      # 'skill=0', 'elo=1500' or 'nodes=100'
     path: str | Path | None = None,  # the executable; None: find_stockfish
@@ -690,11 +699,8 @@ def stockfish_opponent(
 ) -> Iterator[Opponent]:             # answers a board; ends with the block
     """Stockfish at a level, for one match."""
     options, limit = level_options(level)
-    path = find_stockfish(path)
-    try:
-        with chess.engine.SimpleEngine.popen_uci(path, timeout=60) as engine:  # a cold disk takes a while
-            engine.configure({'Threads': 1, 'Hash': 1, **options})
-            search = chess.engine.Limit(nodes=limit or nodes, time=60)  # the time only wakes a watchdog
-            yield lambda board: engine.play(board, search, game=object()).move
-    except (chess.engine.EngineError, TimeoutError) as error:
-        raise SuiteError(f'Stockfish at {path}, level {level!r}: {str(error) or "no answer"}') from None
+    path, search = find_stockfish(path), chess.engine.Limit(nodes=limit or nodes, time=60)  # the time wakes a watchdog
+    with _blamed(path, level): engine = chess.engine.SimpleEngine.popen_uci(path, timeout=60)  # a cold disk is slow
+    with engine:
+        with _blamed(path, level): engine.configure({'Threads': 1, 'Hash': 1, **options})
+        yield _blamed(path, level)(lambda board: engine.play(board, search, game=object()).move)

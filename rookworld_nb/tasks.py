@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['MAX_MOVES', 'HISTORY_PLIES', 'FIELD_WIDTHS', 'ANSWER_TOKENS', 'END_TEXT', 'TaskFormatError', 'is_uci', 'is_fen',
            'policy_prompt', 'format_policy', 'env_prompt', 'format_env', 'PolicyAnswer', 'parse_policy', 'EnvAnswer',
-           'parse_env', 'Part', 'policy_parts', 'env_parts', 'task_of', 'read_prompt', 'plain_prompt', 'split_line']
+           'parse_env', 'Part', 'policy_parts', 'env_parts', 'task_of', 'read_prompt', 'fault_of', 'plain_prompt',
+           'split_line']
 
 # %% ../nbs/02_tasks.ipynb #e1486924
 import re
@@ -106,6 +107,7 @@ def env_prompt(
     _check_plain('the move', uci)
     if isinstance(history, str): raise TaskFormatError(f'the history must be a list of moves, not the text {history!r}')
     history = (uci,) if history is None else tuple(history)
+    if history and history[-1] != uci: raise TaskFormatError(f'the history must end with {uci}, not with {history[-1]}')
     shown = ' '.join(_check_plain('a move of the history', ply) for ply in history[-HISTORY_PLIES:])
     return f'A: {_check_fen(fen)}+{uci}+{shown}+'
 
@@ -125,7 +127,6 @@ def format_env(
     for name, flag in (('terminated', terminated), ('truncated', truncated)):
         if flag not in (0, 1): raise TaskFormatError(f"{name} must be a flag, 0 or 1, not {flag!r}")
     prompt, flags = env_prompt(fen, uci, history), f'{int(terminated)}+{int(truncated)}'
-    if history and history[-1] != uci: raise TaskFormatError(f'the history must end with {uci}, not with {history[-1]}')
     return f'{prompt}{_check_fen(new_fen)}+{written}+{flags}'
 
 # %% ../nbs/02_tasks.ipynb #b3a4e710
@@ -271,11 +272,42 @@ def read_prompt(
         raise TaskFormatError(f'prompt {prompt!r} must be A: fen+uci+history+')
     return asked
 
+# %% ../nbs/02_tasks.ipynb #043b69f3
+def fault_of(
+    line: str,  # a P: or A: line that is not complete, without a line end
+) -> str:       # its first part that is missing or unreadable, for a message
+    "Say what is wrong with a line."
+    board, flag = lambda text: is_fen(text, strict=True), lambda text: text in ('0', '1')
+    if task_of(line) == 'A':
+        parts = {'fen': board, 'uci': bool, 'history': lambda text: True, 'new_fen': board,
+                 'reward': _NUMBER.fullmatch, 'terminated': flag, 'truncated': flag}
+        fields = [' '.join(field.split()) for field in line.removeprefix('A:').split('+')]
+        if len(fields) != len(parts): return f"{len(fields)} fields, not the {len(parts)} of {'+'.join(parts)}"
+        name, text = next((name, text) for (name, good), text in zip(parts.items(), fields) if not good(text))
+        return f'{name} is unreadable: {text!r}' if text else f'{name} is missing'
+    texts = re.split(r'([PMEB]):', line)[1:]
+    labels, words = texts[::2], [text.split() for text in texts[1::2]]
+    fen = ' '.join(words[0][:6])
+    if not board(fen): return f'the FEN is unreadable: {fen!r}; it needs six fields, and 8 ranks of 8 squares'
+    if labels == ['P'] and len(words[0]) == 6: return 'a prompt without its answer, which `rookworld label` writes'
+    for label, before in (('M', 'FEN'), ('E', 'moves'), ('B', 'evaluations')):
+        if label not in labels: return f'no {label}: after the {before}'
+    if labels != [*'PMEB']: return f"the labels are {': '.join(labels)}:, not P: M: E: B:"
+    _, moves, evals, best = words
+    for name, part, shape, what in (('move {}', moves, _UCI, 'UCI move such as e2e4'),
+                                    ('evaluation {}', evals, _NUMBER, 'number such as 0.35'),
+                                    ('best move', best, _UCI, 'UCI move such as e2e4')):
+        for number, word in enumerate(part, 1):
+            if not shape.fullmatch(word): return f'{name.format(number)} {word!r} is no {what}'
+    if not 1 <= len(moves) <= MAX_MOVES: return f'{len(moves)} moves, not 1 to {MAX_MOVES}'
+    if len(evals) != len(moves): return f'{len(moves)} moves and {len(evals)} evaluations'
+    return f'{len(best)} best moves, not 1'
+
 # %% ../nbs/02_tasks.ipynb #b90c41de
 def plain_prompt(
     prompt: str,  # as for `read_prompt`
 ) -> str:         # "P: FEN" or "A: FEN+MOVE+HISTORY+", to the character what a model was trained to continue
-    "A prompt without the liberties that a person takes with blanks and prefixes."
+    "A prompt without the liberties that a person takes with blanks and prefixes; what follows it is dropped."
     asked = read_prompt(prompt)
     if isinstance(asked, PolicyAnswer): return policy_prompt(asked.fen)
     if asked.history[-1:] != (asked.uci,):
@@ -287,12 +319,13 @@ def split_line(
 ) -> tuple[str, str]:  # prompt, completion; a P: completion starts with the spaces after the FEN
     "Cut a training line where the model takes over."
     line = _first_line(line)
+    if is_fen(line, strict=True):
+        raise TaskFormatError(f"a line starts with 'P: ' or 'A: ', not {line!r}; "
+                              '`rookworld label` makes P: lines of FENs')
     read = parse_policy(line) if (task := task_of(line)) == 'P' else parse_env(line)
-    complete = read.fen is not None and read.has_form() if task == 'P' else read.well_formed
+    complete = read.fen is not None and (read.has_form() if task == 'P' else read.well_formed)
     try:
-        if task == 'P' and 'M:' not in line:
-            raise TaskFormatError('a prompt without its answer, which `rookworld label` writes')
-        if not complete: raise TaskFormatError('a part is missing or unreadable')
+        if not complete: raise TaskFormatError(fault_of(line))
         if task == 'P': return policy_prompt(read.fen), line[len(line[:line.index('M:')].rstrip()):]
         _check_fen(read.new_fen)
         return env_prompt(read.fen, read.uci, read.history), line.split('+', 3)[3]

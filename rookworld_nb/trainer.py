@@ -8,8 +8,8 @@ __all__ = ['SCHEDULES', 'ADAMW', 'LOSS_OPTIONS', 'KL_LIMITS', 'PIECE_TOKENS', 'l
            'FirstUpdateError', 'likely_cause', 'check_kl_inputs', 'check_first_update', 'exact_token_kl', 'Critic',
            'judged_by', 'critic_loss', 'Learning', 'learn_answers', 'check_needs', 'broken_rows',
            'accumulate_gradients', 'take_step', 'seen_by_all', 'add_gradients', 'Health', 'find_failure', 'follow_kl',
-           'count_skipped', 'Learner', 'still_computes', 'trained_tokens', 'speed', 'update', 'recover',
-           'trainer_state', 'restore_trainer', 'Trainer']
+           'count_skipped', 'Learner', 'still_computes', 'speed', 'update', 'recover', 'trainer_state',
+           'restore_trainer', 'Trainer']
 
 # %% ../nbs/19_trainer.ipynb #2a1b3d85
 import copy
@@ -17,7 +17,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any
 
@@ -54,7 +54,7 @@ class TrainerConfig:
     weight_decay: float = 0.01         # decoupled, on matrices only
     betas: tuple[float, float] = (0.9, 0.95)  # AdamW's memories of the gradient and of its square
     adamw: str = 'fused'               # implementation of AdamW: fused | foreach | loop
-    grad_clip: float = 1.0             # longest gradient, L2 over all parameters
+    grad_clip: float = 1.0             # largest norm of the gradient, L2 over all parameters; a longer one is shortened
     micro_batch_size: int | None = None  # completions per forward pass, the update stays the same; None: `usual_piece`
     clip_low: float = 0.2              # the ratio is clipped below 1 - clip_low
     clip_high: float = 0.2             # and above 1 + clip_high
@@ -96,8 +96,8 @@ def check_config(
 ) -> None:
     "Raise SettingError for the first setting that is out of range."
     counts = {'steps': 1, 'warmup_steps': 0, 'max_skipped': 1, 'max_recoveries': 0}
-    if config.micro_batch_size is not None: counts['micro_batch_size'] = 1
     for name, least in counts.items(): check_count(name, getattr(config, name), least)
+    check_count('micro_batch_size', config.micro_batch_size, optional=True)
     for name in ('lr', 'weight_decay', 'value_loss_coef', 'answer_coef'): check_number(name, getattr(config, name))
     for name in ('clip_low', 'clip_high', 'grad_clip', 'identity_tolerance'):    # at 0 rounding would be clipped
         check_number(name, getattr(config, name), positive=True)
@@ -213,9 +213,9 @@ def micro_batches(
 def items_of(
     experience: Experience,  # the whole step
     loss_type: str,          # grpo | bnpo | dr_grpo | dapo
-) -> int:                    # completions or active tokens, at least 1
+) -> int:                    # completions (grpo), or tokens that are learned from
     "What the loss of the whole step is divided by, over all parts."
-    return max(1, sum(int(count_items(part.loss_mask, loss_type)) for part in experience.parts))
+    return sum(int(count_items(part.loss_mask, loss_type)) for part in experience.parts)
 
 # %% ../nbs/19_trainer.ipynb #9d22b2de
 class FirstUpdateError(RuntimeError):
@@ -245,8 +245,10 @@ def likely_cause(
             return 'dropout or other noise: two passes over the same batch differ'
         if _gap(now, old, mask) <= tolerance:
             return 'the reference: it is not the model that the policy starts from'
+        hidden = micro.hidden(model)
         for temperature in (step/20 for step in range(1, 41)):    # one between these is not found
-            if _gap(replace(micro, temperature=temperature).logprobs(model)[0], old, mask) <= tolerance:
+            then, _ = hidden_logprobs(model, hidden, micro.completion_ids, mask, temperature, with_entropy=False)
+            if _gap(then, old, mask) <= tolerance:
                 return f'the temperature: sampled at {temperature:g}, the loss uses {micro.temperature:g}'
     padded = ~micro.prompt_mask.all(1).repeat_interleave(micro.group_size)
     whole = mask & ~padded[:, None]
@@ -572,7 +574,7 @@ def count_skipped(
 
 # %% ../nbs/19_trainer.ipynb #b79410db
 class Learner:
-    "Policy, critic and optimiser, and a state of them to go back to; `failed` is the policy from which it just went."
+    "Policy, critic, optimiser, and a state of them to go back to; `failed`: the weights that a recovery gave up."
     def __init__(
         self,
         model: GPT,                               # the policy, changed in place
@@ -621,20 +623,13 @@ def still_computes(
         return bool(model.logits(model.hidden(rollouts.prompt_ids[:1, -2:])[:, -1]).isfinite().all())
 
 
-def trained_tokens(
-    experience: Experience,  # one batch
-) -> int:                    # of completions; those that are left out do not count
-    "How many tokens are learned from."
-    return sum(int(part.loss_mask.sum()) for part in experience.parts)
-
-
 def speed(
     learning: Learning,      # with the policy
     experience: Experience,  # of an update
     seconds: float,          # that it took
 ) -> dict[str, float]:       # metrics by name
     "How fast an update was, and how busy it kept the machine: what it needed of what was possible."
-    model, tokens = learning.model, trained_tokens(experience)
+    model, tokens = learning.model, items_of(experience, 'dapo')
     read = [part.rollouts for part in experience.parts]
     if learning.answers:
         read, tokens = [*read, learning.answers], tokens + int(learning.answers.completion_mask.sum())
@@ -650,9 +645,9 @@ def update(
     "Gradients, guards, AdamW, KL control; nothing moves where a number is not finite or the policy has diverged."
     start, config, step, health = time.perf_counter(), trainer.config, trainer.step + 1, trainer.health
     rate, kl_coef = config.lr*lr_factor(step, config)*health.lr_scale, trainer.kl.coefficient(step)
-    tokens = trained_tokens(experience)
+    tokens = items_of(experience, 'dapo')
     in_loss = kl_coef if experience.kl_penalty is None else 0.    # the rewards have paid for it
-    learning = Learning(trainer.model, config, in_loss, items_of(experience, config.loss_type), max(1, tokens),
+    learning = Learning(trainer.model, config, in_loss, items_of(experience, config.loss_type), tokens,
                         experience.max_completion_length, trainer.ref_model, trainer.critic,
                         trainer.answers(step) if config.answer_coef and tokens else None, trainer.ranks)
     trainer.optimizer.zero_grad(set_to_none=True)    # whatever the model was used for before

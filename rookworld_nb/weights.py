@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['END_TOKEN', 'REQUIRED', 'INDEX', 'TRANSPOSED', 'BUFFERS', 'STORED', 'HUB_ID', 'HUB_FILES', 'CARD', 'BRANCH',
            'ModelNameError', 'ModelFileError', 'bpe_tokenizer', 'load_tokenizer', 'end_token_id', 'check_tokenizer',
-           'read_json', 'load_config', 'load_shard', 'shards_of', 'load_tensors', 'check_tensor', 'fill_model',
-           'config_dict', 'replace_files', 'check_finite', 'save_pretrained', 'download', 'model_folder',
+           'read_json', 'load_config', 'load_shard', 'shards_of', 'load_tensors', 'check_tensor', 'check_finite',
+           'fill_model', 'config_dict', 'replace_files', 'save_pretrained', 'download', 'model_folder',
            'load_pretrained', 'interpolate', 'HubError', 'push_list', 'push_lines', 'push']
 
 # %% ../nbs/01_weights.ipynb #29d490b4
@@ -169,6 +169,17 @@ def check_tensor(
     raise ModelFileError(f'tensor {name} {fault}')
 
 # %% ../nbs/01_weights.ipynb #9a15c8d2
+def check_finite(
+    tensors: dict[str, Tensor],  # of a model
+    dtype: torch.dtype,          # that they have
+) -> None:
+    'Refuse what no reader would take: numbers that a smaller type cannot hold, or a model that has diverged.'
+    for name, tensor in tensors.items():
+        if not tensor.isfinite().all():
+            raise ModelFileError(f'tensor {name} holds NaN or infinity as {dtype}; a wider type may hold '
+                                 'it, unless the model has diverged')
+
+
 def fill_model(
     model: GPT,                  # on any device, `meta` included
     tensors: dict[str, Tensor],  # Hugging Face names, with or without `transformer.`
@@ -187,7 +198,7 @@ def fill_model(
         source = left.pop(name)
         check_tensor(name, source, p.T.shape if flip else p.shape)
         state[name] = (source.T if flip else source).to(device, dtype, copy=True, memory_format=torch.contiguous_format)
-        if not state[name].isfinite().all(): raise ModelFileError(f'tensor {name} holds NaN or infinity as {dtype}')
+    check_finite(state, dtype)
     head = left.pop('lm_head.weight', None)
     if head is not None and not torch.equal(head.to(device, dtype), state['wte.weight']):
         raise ModelFileError('tensor lm_head.weight differs from wte.weight, but the embeddings of this model are tied')
@@ -217,17 +228,6 @@ def replace_files(
     if not target.exists(): return os.replace(source, target)
     for path in sorted(source.iterdir()): os.replace(path, target/path.name)
     source.rmdir()
-
-# %% ../nbs/01_weights.ipynb #52236a72
-def check_finite(
-    tensors: dict[str, Tensor],  # about to be written
-    dtype: torch.dtype,          # that they have
-) -> None:
-    'Refuse what no reader would take: numbers that a smaller type cannot hold, or a model that has diverged.'
-    for name, tensor in tensors.items():
-        if not tensor.isfinite().all():
-            raise ModelFileError(f'tensor {name} holds NaN or infinity as {dtype}; a wider type may hold '
-                                 'it, unless the model has diverged')
 
 # %% ../nbs/01_weights.ipynb #779c852c
 STORED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)    # types that a reader takes
@@ -387,8 +387,8 @@ def push_list(
     if not HUB_ID.fullmatch(repo_id): raise HubError(f'--to {repo_id}: must be owner/name')
     if revision is not None and not BRANCH.fullmatch(revision):
         raise HubError(f'--revision {revision!r}: must be the name of a branch, as main or pr/1')
+    folder = model_folder(folder)
     model, _ = load_pretrained(folder)
-    folder = Path(folder)
     single = (folder/'model.safetensors').exists()
     weights = ['model.safetensors'] if single else [INDEX, *sorted(set(shards_of(folder).values()))]
     words = ['tokenizer.json'] if (folder/'tokenizer.json').exists() else ['vocab.json', 'merges.txt']

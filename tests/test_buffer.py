@@ -12,7 +12,7 @@ import torch
 from torch.testing import assert_close
 
 from rookworld_nb import buffer as buffer_module
-from rookworld_nb.buffer import (BufferConfig, Collector, CollectorConfig, CountingTask, RolloutBuffer, ask_reference, buffer_state, collector_state,
+from rookworld_nb.buffer import (ROW_COLUMNS, BufferConfig, Collector, CollectorConfig, CountingTask, RolloutBuffer, ask_reference, buffer_state, collector_state,
                                  counting_policy, restore_buffer, restore_collector)
 from rookworld_nb.credit import PartCredit
 from rookworld_nb.grpo import EMATracker, compute_advantages
@@ -265,11 +265,16 @@ def test_plain_rewards_are_scores(model):
     assert (table['raw'] == table['reward']).all() and set(table['reward']) == {0., 1.} and set(table['task']) == {'sum'}
 
 
+@pytest.mark.parametrize('given', [None, [None]*12, ['a']*12, 'a'*12, {n: 1. for n in range(12)}, 3.])
+def test_what_is_no_row_of_numbers_is_said(model, given):
+    with pytest.raises(BadScores, match='a number for each of 12 answers is needed; it gave .'): next(own_collector(model, lambda *asked: given))
+
+
 @pytest.mark.parametrize('count', [0, 3, 11, 13])
 def test_a_reward_for_each_completion(model, count):
-    with pytest.raises(BadScores, match=rf'the scorer gave \({count},\) rewards for 12 completions'):
+    with pytest.raises(BadScores, match='scorer .*lambda.*: a number for each of 12 answers is needed; it gave .'):
         next(own_collector(model, lambda *asked: [0.]*count))
-    with pytest.raises(BadScores, match=rf'the scorer gave \({count},\) rewards for 12 completions'):
+    with pytest.raises(BadScores, match=f'the scorer gave {count} rewards for 12 answers'):
         next(own_collector(model, lambda *asked: Scores(torch.zeros(count), pd.DataFrame({'task': ['sum']*count, 'raw': 0., 'reward': 0.}))))
 
 
@@ -467,10 +472,11 @@ def test_a_late_group_joins_the_pass_that_is_going_on(model):
     assert late > 2
 
 
-def test_an_empty_batch_of_prompts_is_named(model):
+@pytest.mark.parametrize('batch', [[], TASK.samples[0], 'P: 1', ['P: 1', 'P: 2']])
+def test_what_is_no_batch_of_prompts_is_named(model, batch):
     source = collector(model)
-    source.prompts = iter([[]])
-    with pytest.raises(SettingError, match='a batch of prompts is empty'): next(source)
+    source.prompts = iter([batch])
+    with pytest.raises(SettingError, match='a batch must be a list of Samples, not empty, and not '): next(source)
 
 
 def test_tied_groups_are_left_out_where_asked(model):
@@ -600,10 +606,16 @@ def test_a_reference_on_the_gpu_answers_a_policy_on_the_cpu(model):
 
 
 def test_a_price_without_a_reference_is_refused(model):
-    source = collector(model, None)
-    source.penalty = lambda: .3
-    with pytest.raises(SettingError, match='reference'):
-        next(source)
+    with pytest.raises(SettingError, match='needs a reference'):
+        Collector(model, None, TASK.tokenizer, PromptMix(TASK.samples, 4, .5), TASK, penalty=lambda: .3)
+
+
+@pytest.mark.parametrize('name', ROW_COLUMNS)
+def test_a_score_may_not_be_called_as_a_column_of_the_completions(model, name):
+    def scorer(prompts, completions, targets):
+        scores = TASK(prompts, completions)
+        return replace(scores, components=scores.components.assign(**{name: 0.}))
+    with pytest.raises(BadScores, match=f"a column '{name}'"): next(collector(model, scorer=scorer))
 
 
 # bad settings
@@ -627,7 +639,7 @@ def test_counts_of_a_collection_are_whole(value):
         with pytest.raises(SettingError, match=f'{name}=.* must be a whole number'): CollectorConfig(**{name: value})
 
 
-@pytest.mark.parametrize('value', [-.1, 1.1])
+@pytest.mark.parametrize('value', [-.1, 1.1, 'a', None])
 def test_the_fresh_share_is_a_share(value):
     with pytest.raises(SettingError, match='fresh_share'):
         BufferConfig(fresh_share=value)

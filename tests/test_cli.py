@@ -228,7 +228,7 @@ MISTAKES = [
     ('eval --suite puzzles --data header.csv', '', ['header.csv', 'no puzzle']),
     ('score', ROW + '\n{"prompt": "P: x"}', ['line 2', 'completion']),
     ('score', ROW + '\n[1]', ['line 2', 'object']), ('score utf16.txt onlyp.txt', '', ['utf16.txt', 'UTF-8 text']),
-    ('score --best-weight 1e308 --policy-format-weight 1e308', ROW, ['weights', 'added up']), ('label', '{"fen":' + '['*100_000, ['position 1']),
+    ('score --best-weight 1e308 --policy-format-weight 1e308', ROW, ['weights', 'added up']), ('label', '{"fen":' + '['*100_000, ['standard input, line 1']),
     ('label --output /dev/null', START, ['--output /dev/null', 'lines of plain text']),
     ('score', ROW[:-1] + ', "target": 3}', ['line 1', 'target', '3']),
     ('score', ROW + '\n{"prompt": "hello", "completion": ""}', ['line 2', 'hello']),
@@ -241,10 +241,10 @@ MISTAKES = [
     ('score --nodes 0 --engine', ROW, ['nodes', '0']),
     ('score --stockfish-path no/engine', ROW, ['no/engine']),
     ('label', '', ['no FENs']),
-    ('label --output out.txt', 'hello', ['position 1', 'hello']),
+    ('label --output out.txt', 'hello', ['standard input, line 1', 'hello']),
     ('label --processes 0', START, ['--processes', '0']),
-    ('label --output out.txt', START + '\n' + START.replace('k', 'q'), ['position 2']),
-    ('label --output out.txt', START + '\n' + START.rsplit(' ', 2)[0], ['position 2']),
+    ('label --output out.txt', START + '\n' + START.replace('k', 'q'), ['standard input, line 2']),
+    ('label --output out.txt', START + '\n' + START.rsplit(' ', 2)[0], ['standard input, line 2']),
     ('label --output out.txt.gz', START, ['out.txt.gz', 'lines of plain text']),
     ('label --output out.txt --processes 0', START, ['0']),
     ('label --output out.txt --nodes -5', START, ['nodes', '-5']),
@@ -693,7 +693,21 @@ def test_label_throws_nothing_of_others_away(last, call, fens, cwd):
 
 
 def test_label_names_the_place_of_a_bad_position(call, fens):
-    assert call('label', stdin='\n'.join([fens[0], fens[0], 'foo']))[::2] == (2, "rookworld label: position 3: 'foo' is not a six-field FEN with 8 ranks of 8 squares\n")
+    said = "'foo' is not a six-field FEN with 8 ranks of 8 squares\n"
+    assert call('label', stdin='\n'.join([fens[0], '', fens[0], ' ', 'foo']))[::2] == (2, f'rookworld label: standard input, line 5: {said}')
+    assert call('label', fens[0], fens[0], 'foo')[::2] == (2, f'rookworld label: position 3: {said}')
+
+
+def test_label_takes_prompts(call, fens):
+    lines = call('label', *fens[:3])[1]
+    assert call('label', *(f'P: {fen}' for fen in fens[:3]))[1] == lines == call('label', stdin=''.join(f'P: {fen}\n\n' for fen in fens[:3]))[1]
+
+
+def test_label_says_how_a_file_goes_in(call, fens, cwd):
+    (cwd/'fens.txt').write_text('\n'.join(fens))
+    hint = 'a file goes in with `< fens.txt`, or with `--input fens.txt --output FILE`'
+    code, lines, errors = call('label', 'fens.txt')
+    assert code == 2 and not lines and hint in errors and 'a file goes in' not in call('label', 'other.txt')[2]
 
 
 def test_label_spells_a_position_in_one_way(call, fens, cwd):
@@ -806,6 +820,17 @@ def test_eval_compares_two_models(call, tiny, cwd):
     assert expected['difference'].abs().max() > .1
     alone = json.loads(call(*words, '--json')[1][0])
     assert alone['metrics'] == report['metrics'] and alone['recall'] == report['recall'] != report['recall_before'] and 'comparison' not in alone
+
+
+def test_each_of_two_models_is_shown_as_many_moves_as_it_is_used_to(call, tiny, cwd, monkeypatch):
+    line = '8/8/8/8/8/k7/1r6/7K w - - 35 41+h1g1+b1b2 h1g1+8/8/8/8/8/k7/1r6/6K1 b - - 36 41+0.001+0+0'
+    (cwd/'own.txt').write_text(f'A: {line}\n'*2)
+    sizes, asked = iter([1, 10**9]), []
+    monkeypatch.setattr('rookworld_nb.model.num_parameters', lambda model: next(sizes))
+    measured = cli.measure
+    monkeypatch.setattr(cli, 'measure', lambda loaded, samples, *rest, **options: asked.append(samples[0].prompt) or measured(loaded, samples, *rest, **options))
+    call('eval', '--data', 'own.txt', '--suite', 'env', '--model', 'nano', '--against', tiny)
+    assert [prompt.split('+')[2] for prompt in asked] == ['h1g1', 'b1b2 h1g1']
 
 
 def evaluated(model):

@@ -146,7 +146,8 @@ def test_verdicts_are_those_of_the_rules():
 @pytest.mark.parametrize(('fen', 'uci', 'word'), [
     ('k7/8/1K6/8/8/8/8/7R w - - 0 1', 'h1h8', '#'), ('k7/8/1K6/8/8/8/8/7R w - - 0 1', 'h1a1', '!'), ('k7/8/1K6/8/8/8/8/7R w - - 0 1', 'h1b1', '.'),
     ('k7/8/2K5/8/8/8/8/7Q w - - 0 1', 'c6c7', '!'), ('7k/8/5KQ1/8/8/8/8/8 w - - 0 1', 'f6f7', '='), ('k7/8/1K6/8/8/8/8/7R w - - 0 1', 'b6a7', '?'),
-    ('7k/P7/8/8/8/8/8/K7 w - - 0 1', 'a7a8q', '!')])
+    ('7k/P7/8/8/8/8/8/K7 w - - 0 1', 'a7a8q', '!'),
+    ('r3k2r/8/8/8/8/8/8/R3K2R w KQkq - 0 1', 'e1h1', '?'), ('r3k2r/8/8/8/8/8/8/R3K2R w KQkq - 0 1', 'e1g1', '.')])
 def test_a_verdict(fen, uci, word):
     board = chess.Board(fen)
     assert verdict(board, chess.Move.from_uci(uci)) == word and board.fen() == fen

@@ -224,6 +224,13 @@ def test_recall_exposes_the_majority_answer():
     assert summary.loc['false_alarms', ['mean', 'n']].tolist() == pytest.approx([1/19, 19])
 
 
+def test_samples_of_another_task_cannot_be_measured(monkeypatch):
+    own = Sample('sum 3 4', '7', task='sum')
+    monkeypatch.setattr('rookworld_nb.evaluate.completions', lambda *args: pytest.fail('sampled before it was refused'))
+    for function in (lambda: metrics_table([RUY, own], ['', '']), lambda: evaluate(None, None, [RUY, own])):
+        with pytest.raises(EvaluationError, match='samples of task sum: only P and A can be measured'): function()
+
+
 # ---- chance
 
 def test_chance_line_agrees_with_a_random_player():
@@ -237,7 +244,7 @@ def test_chance_line_agrees_with_a_random_player():
     table, chance = metrics_table(samples, texts), chance_line(samples)['P']
     each = pd.DataFrame([chance_line([sample])['P'] for sample in samples])
     lawful = {'right_count', 'legal_fraction', 'distinct_legal', 'best_legal'}
-    assert len(chance) == 9 and (chance[[*lawful]] == 1).all()
+    assert len(chance) == 10 and (chance[[*lawful]] == 1).all()
     for metric, expected in chance.items():
         values = by_prompt(table, metric)
         exact = each[metric]

@@ -89,6 +89,11 @@ def test_readme_equals_the_index():
     subprocess.run([sys.executable, ROOT/'.ci'/'readme', '--check'], check=True, timeout=120)
 
 
+@pytest.mark.parametrize('module', TREES)
+def test_a_module_says_in_a_sentence_what_it_is(module):
+    assert ast.get_docstring(TREES[module]).endswith('.'), 'nbdev takes the first line of the quote in the first cell'
+
+
 @pytest.mark.parametrize('notebook', NOTEBOOKS, ids=ids)
 def test_no_list_is_taken_for_front_matter(notebook):
     first = cells(notebook, 'markdown')[0]

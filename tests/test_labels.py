@@ -19,7 +19,7 @@ import pytest
 
 from rookworld_nb import cli, labels
 from rookworld_nb.labels import (
-    Labelling, LabelError, Progress, cut_inputs, label_files, label_shard, label_worker, labelled_in, merge_shards, shard_of, told)
+    Labelling, LabelError, Progress, cut_inputs, label_files, label_shard, label_worker, labelled_in, merge_shards, shard_of, shard_totals)
 from rookworld_nb.positions import DataError, data_files, lazy_lines, locked, read_lines, shipped
 from rookworld_nb.rules import LABEL_NODES, PATIENCE, Candidate, EngineError, EngineNotFound, find_stockfish, legal_moves
 
@@ -121,7 +121,7 @@ def test_a_reason_is_told_of_each_kind(tmp_path, caplog):
     for number, (bad, failed) in enumerate([([], []), (['bad A'], []), (['bad B'], ['the engine died'])]):
         note = {'lines': 1, 'single': 0, 'malformed': len(bad), 'failed': len(failed), 'first': [bad, failed]}
         (tmp_path/f'note-{number}').write_text(json.dumps(note))
-    assert told(tmp_path) == {'lines': 3, 'single': 0, 'malformed': 2, 'failed': 1}
+    assert shard_totals(tmp_path) == {'lines': 3, 'single': 0, 'malformed': 2, 'failed': 1}
     assert '3 lines are left out: bad A; the engine died' in caplog.text
 
 
@@ -390,6 +390,14 @@ def test_a_file_made_meanwhile_is_not_written_over(quick, tmp_path):
     Path(job.output).write_text('of somebody else\n')
     with pytest.raises(LabelError, match='is there already; give a new file'): label_files(job, [str(tmp_path/'in.txt')])
     assert Path(job.output).read_text() == 'of somebody else\n'
+
+
+def test_a_prompt_is_a_position_too(quick, tmp_path):
+    fens = games(3)
+    for name, start in (('fens.txt', ''), ('prompts.txt', 'P: '), ('tight.txt', ' P:')):
+        (tmp_path/name).write_text('\n\n'.join(start + fen for fen in fens))
+        assert quick(Labelling(str(tmp_path/f'labelled-{name}'), shards=2), [str(tmp_path/name)]) == {'lines': 3, 'single': 0, 'malformed': 0, 'failed': 0}
+    assert len({path.read_text() for path in tmp_path.glob('labelled-*')}) == 1
 
 
 def test_a_line_that_no_file_can_hold_is_malformed(quick, tmp_path):

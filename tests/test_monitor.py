@@ -64,6 +64,7 @@ def test_ranges_that_cannot_be_are_refused(healthy, watch):
 
 def test_look_up_prefers_the_exact_name_then_the_special_pattern():
     assert metric_for('kl') is METRICS['kl']
+    assert metric_for('task_sum/reward') is METRICS['task_<task>/reward'] and metric_for('task_P/reward') is METRICS['task_P/reward']
     assert metric_for('rewards/A_format/mean') is METRICS['rewards/<task>_format/mean']
     assert metric_for('rewards/A_fen/mean') is METRICS['rewards/<component>/mean']
     assert metric_for('rewards/A_format/std') is METRICS['rewards/<component>/std']

@@ -105,6 +105,18 @@ def test_split_share_is_checked(share):
         split_by_position([], share)
 
 
+def test_a_sample_of_another_task_has_to_name_it():
+    assert Sample('write cat', '', task='letters').task == 'letters'
+    with pytest.raises(TaskFormatError, match="not 'write cat'; one of another task names it"): Sample('write cat', '')
+
+
+def test_a_prompt_without_its_prefix_asks_about_the_same_position():
+    samples = shipped('train')[:400]
+    bare = [replace(s, prompt=s.prompt.removeprefix('A: ')) for s in samples]
+    assert [s.fen for s in bare] == [s.fen for s in samples] and seen_positions(bare) == seen_positions(samples)
+    assert [[s.fen for s in side] for side in split_by_position(bare, .3)] == [[s.fen for s in side] for side in split_by_position(samples, .3)]
+
+
 def test_split_does_not_depend_on_order():
     samples = shipped('train')[:500]
     left, right = split_by_position(samples, .3, seed=2), split_by_position(samples[::-1], .3, seed=2)

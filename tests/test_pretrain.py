@@ -174,6 +174,14 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path):
         next(small_run(tmp_path, lr=1e-4))
 
 
+def test_positions_are_excluded_by_what_they_are_and_not_by_the_file(tmp_path):
+    for name, fen in (('one', chess.STARTING_FEN), ('same', chess.STARTING_FEN), ('other', chess.Board.empty().fen())):
+        (tmp_path/name).write_text(fen.replace('8/8/8/8/8/8/8/8', 'k7/8/8/8/8/8/8/K7'))
+    list(small_run(tmp_path, exclude=str(tmp_path/'one')))
+    assert not list(small_run(tmp_path, exclude=str(tmp_path/'same')))    # it is finished
+    with pytest.raises(PretrainError, match='names other positions'): next(small_run(tmp_path, exclude=str(tmp_path/'other')))
+
+
 def test_a_checkpoint_of_an_older_version_is_refused(tmp_path):
     list(small_run(tmp_path))
     state = torch.load(tmp_path/'checkpoint.pt', weights_only=True)

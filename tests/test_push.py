@@ -80,7 +80,7 @@ def test_the_card_is_the_folders_own_where_it_has_one(checkpoint):
     assert card.startswith('---\nlibrary_name') and '# chess' in card and "load_pretrained('me/chess')" in card and f'{cfg.n_layer} layers' in card
     (checkpoint/'README.md').write_text('mine')
     assert push_list(checkpoint, 'me/chess')['README.md'] == checkpoint/'README.md'
-    assert set(push_list(weights.model_folder('nano'), 'me/nano')) == MODEL | {'README.md'}
+    assert set(push_list('nano', 'me/nano')) == MODEL | {'README.md'}
 
 
 def test_a_damaged_model_is_not_sent(checkpoint, capsys):

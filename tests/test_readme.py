@@ -41,3 +41,10 @@ def test_a_run_is_read_and_paid_as_it_was(run_snippet, tmp_path, capsys):
 
 def test_the_model_answers(run_snippet):
     assert len(run_snippet('print(rollouts.texts)')['rollouts'].texts) == 4
+
+
+def test_a_loop_of_ones_own_learns_from_what_it_sampled(run_snippet, capsys):
+    with torch.random.fork_rng(devices=[]): names = run_snippet('optimizer.zero_grad()')
+    lines = re.findall(r'reward (\S+), KL (\S+), largest ratio (\S+)', capsys.readouterr().out)
+    assert len(lines) == 3 and all(abs(float(ratio) - 1) < 1e-3 for *_, ratio in lines) and float(lines[0][1]) < 1e-4 < float(lines[2][1]) < .05
+    assert any(p.ne(q).any() for p, q in zip(names['model'].parameters(), names['reference'].parameters()))

@@ -1,14 +1,15 @@
 """What a run leaves behind: files under crashes, tables of completions, the picture, TensorBoard and Weights & Biases."""
 import ast
+import errno
 import importlib
 import json
 import math
+import os
 import re
 import stat
 import subprocess
 import sys
 import types
-from dataclasses import dataclass
 from pathlib import Path
 
 import matplotlib
@@ -23,7 +24,7 @@ from rookworld_nb import records
 from rookworld_nb.config import TrainConfig
 from rookworld_nb.monitor import MetricError, lights, simulated_run
 from rookworld_nb.records import (MetricWriter, MissingExtraError, RunWriter, TensorBoardWriter, WandbWriter, mend_tail, metric_rows, plain,
-                                  read_completions, read_metrics, save_reward_curve, write_atomic)
+                                  read_completions, read_metrics, save_reward_curve, write_atomic, write_json)
 
 ROW = {'step': 10, 'loss': 2.34561, 'reward': .2341, 'task_P/fraction': .8, 'step_time': 1.234, 'reward_std': .1, 'kl': .01234,
        'kl_95pct': .0456, 'clip_ratio/region_mean': .0412, 'entropy': 1.2345, 'ratio_max': 1.876}
@@ -39,27 +40,18 @@ def rows(steps: int = 5, **options) -> list[dict[str, float]]:
 
 # ---- the run folder
 
-@dataclass
-class Settings:
-    """A configuration."""
-    lr: float  # learning rate
-    out: Path  # folder
-
-
 def test_folder_has_everything_and_every_row_is_on_disk_at_once(tmp_path):
-    writer = RunWriter(tmp_path/'deep'/'run', Settings(1e-4, Path('runs')/'a'), report_every=2)
+    writer = RunWriter(tmp_path/'deep'/'run', report_every=2)
     for number, row in enumerate(rows(4), 1):
         shown = writer.log(row)
         assert len(read_metrics(writer.folder)) == number  # read while the writer is open
         assert (writer.folder/'train.log').read_text(encoding='utf-8').endswith(shown + '\n')
         assert ('Health Report' in shown) == (number % 2 == 0)
     writer.table(4, [dict(prompt='P: x', completion='y', task='P', reward=.1, advantage=0., format=1.)])
-    writer.summary({'steps': 4, 'best': math.nan})
+    writer.table(4, [dict(prompt='P: x', completion='?', task='P', reward=.1, advantage=0.)], 'skipped')
     writer.close()
-    assert json.loads((writer.folder/'config.json').read_text()) == {'lr': 1e-4, 'out': str(Path('runs')/'a')}
-    assert json.loads((writer.folder/'summary.json').read_text()) == {'steps': 4, 'best': None}
     assert sorted(path.name for path in writer.folder.rglob('*')) == [
-        'completions', 'config.json', 'metrics.jsonl', 'step-000004.csv', 'summary.json', 'train.log']
+        'completions', 'metrics.jsonl', 'skipped', 'step-000004.csv', 'step-000004.csv', 'train.log']
 
 
 def test_log_keeps_names_order_and_numbers(tmp_path):
@@ -187,18 +179,21 @@ def test_writers_do_not_swallow_errors(tmp_path):
     writer = RunWriter(tmp_path/'run')
     writer.close()
     with pytest.raises(ValueError, match='closed'): writer.log(ROW)
-    with pytest.raises(TypeError): writer.summary({'model': object()})
-    assert not (tmp_path/'run'/'summary.json').exists()
+    with pytest.raises(TypeError): write_json(tmp_path/'summary.json', {'model': object()})
+    assert not (tmp_path/'summary.json').exists()
 
 
 def test_whole_files_are_replaced_or_left_alone(tmp_path, monkeypatch):
     path = write_atomic(tmp_path/'summary.json', 'old')
     assert stat.S_IMODE(path.stat().st_mode) & 0o044 == 0o044
 
-    def full_disk(*_): raise OSError('no space left on device')
+    def full_disk(*_): raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     monkeypatch.setattr(records.os, 'fsync', full_disk)
-    with pytest.raises(OSError, match='no space'): write_atomic(path, 'new')
+    with pytest.raises(OSError) as failed: write_atomic(path, 'new')
+    assert failed.value.errno == errno.ENOSPC and failed.value.filename == str(path)    # the system names none
     assert path.read_text() == 'old' and [p.name for p in tmp_path.iterdir()] == ['summary.json']
+    with pytest.raises(FileNotFoundError) as failed: write_atomic(tmp_path/'nowhere'/'summary.json', 'new')
+    assert Path(failed.value.filename).parent == tmp_path/'nowhere'
 
 
 # ---- completions
@@ -224,9 +219,13 @@ def test_texts_that_readers_of_tables_mistake(tmp_path, text):
 
 
 def test_a_table_without_its_columns_is_refused(tmp_path):
-    with RunWriter(tmp_path) as writer, pytest.raises(MetricError, match='no task, advantage in the completions of step 7'):
+    with RunWriter(tmp_path) as writer, pytest.raises(MetricError, match=r'step-000007.csv: no task, advantage in these completions'):
         writer.table(7, [dict(prompt='p', completion='c', reward=0.)])
     assert list((tmp_path/'completions').iterdir()) == []
+
+
+def test_reading_a_folder_of_tables_names_the_valid_form(tmp_path):
+    with pytest.raises(MetricError, match=r'a folder; name one table, like completions/step-000001\.csv'): read_completions(tmp_path)
 
 
 # ---- the picture

@@ -14,8 +14,8 @@ import pytest
 from PIL import Image
 
 from rookworld_nb import report as module
-from rookworld_nb.monitor import MetricError, overall, simulated_run
-from rookworld_nb.records import RunWriter, metric_rows, plain
+from rookworld_nb.monitor import MetricError, lights, overall, simulated_run
+from rookworld_nb.records import RunWriter, metric_rows, plain, write_json
 from rookworld_nb.report import (ReportError, bin_edges, changed_settings, command_line, comparison, default_words, ending, findings, first_update,
                                  number, pick_samples, plot_distributions, plot_lights, plot_looks, plot_task, ranges, read_run, report)
 from rookworld_nb.config import SMALL, TrainConfig
@@ -48,14 +48,15 @@ COMPARISON = [compared('A', 0., 'reward', .0123, 1.9), compared('P', 0., 'reward
 def write_run(folder: Path, config: object = CONFIG, steps: int = STEPS, tables: tuple = (1, 5, 9), summary: bool = True,
               collapse_at: int = -8) -> Path:
     "A run folder as training leaves it."
-    with RunWriter(folder, asdict(config) if isinstance(config, TrainConfig) else config) as writer:
+    with RunWriter(folder) as writer:
+        write_json(folder/'config.json', config)
         for row in simulated_run(steps, collapse_at=collapse_at):
             first = {'ratio_max': 1., 'kl': 0., 'clip_ratio/region_mean': 0.} if row['step'] == 1 else {}
             writer.log(row | first | {'time': START + 60*row['step'], 'rewards/P_best/mean': .5, 'rewards/A_fen/mean': .25})
         for step in tables:
             writer.table(step, completions(step))
         if summary:
-            writer.summary({'stop_reason': f'all {steps} steps are done', 'steps': steps, 'comparison': COMPARISON})
+            write_json(folder/'summary.json', {'stop_reason': f'all {steps} steps are done', 'steps': steps, 'comparison': COMPARISON})
     return folder
 
 
@@ -151,7 +152,7 @@ def test_more_false_alarms_are_worse():
 @pytest.mark.parametrize('steps', [40, 300, 450, 1000])
 def test_a_light_stands_at_its_step_however_long_the_run(steps):
     red = 2*steps//3
-    figure = plot_lights([{'step': step, 'kl': 9. if step == red else .01} for step in range(1, steps + 1)], ['kl'])
+    figure = plot_lights(range(1, steps + 1), [lights({'kl': 9. if step == red else .01}) for step in range(1, steps + 1)], ['kl'])
     image, = figure.axes[0].images
     left, right, *_ = image.get_extent()
     columns = np.flatnonzero(image.get_array()[1] == 2)
@@ -161,10 +162,9 @@ def test_a_light_stands_at_its_step_however_long_the_run(steps):
 
 
 def test_only_rows_with_a_z_are_counted_among_those_that_luck_could_mark(tmp_path):
-    with RunWriter(tmp_path/'run', {}) as writer:
-        writer.summary({'comparison': [compared('P', 1., name, .1, z, error) for name, z, error in (('reward', 2., .05), ('parsed', None, 0.))]})
-    (tmp_path/'run'/'metrics.jsonl').touch()
-    assert 'about 0.1 of the 1 rows with a z' in page_of(tmp_path/'run').text
+    (tmp_path/'metrics.jsonl').touch()
+    write_json(tmp_path/'summary.json', {'comparison': [compared('P', 1., name, .1, z, error) for name, z, error in (('reward', 2., .05), ('parsed', None, 0.))]})
+    assert 'about 0.1 of the 1 rows with a z' in page_of(tmp_path).text
 
 
 def test_samples_are_as_many_from_each_table_and_the_extremes_are_extreme():
@@ -184,22 +184,21 @@ def test_the_lights_are_those_of_the_monitor(folder):
     assert colours.count('green') not in (0, len(rows))
     text = Document(folder/'report.html').text
     assert f'{colours.count("green")} green, {colours.count("yellow")} yellow, {colours.count("red")} red' in text
-    found = findings(rows)
+    found = findings([row['step'] for row in rows], map(lights, rows))
     assert {step for each in found for step in each.steps} == {row['step'] for row, colour in zip(rows, colours) if colour != 'green'}
     assert all(each.words in text and ranges(each.steps) in text for each in found)
 
 
 def test_findings_keep_the_two_sides_of_a_metric_and_numbers_that_are_none_apart():
-    rows = [{'step': 1, 'entropy': .05}, {'step': 2, 'entropy': 5.}, {'step': 3, 'entropy': math.nan}, {'step': 4, 'entropy': .01},
-            {'step': 5, 'entropy': 1.}]
-    found = {each.edge: (each.colour, each.steps, each.worst) for each in findings(rows)}
+    judged = [lights({'entropy': value}) for value in (.05, 5., math.nan, .01, 1.)]
+    found = {each.edge: (each.colour, each.steps, each.worst) for each in findings(range(1, 6), judged)}
     assert found['below 0.1'] == ('red', [1, 4], .01) and found['above 3'] == ('yellow', [2], 5.)
     assert found['nan'][:2] == ('red', [3]) and len(found) == 3
 
 
 def test_a_single_red_step_is_seen_among_thousands():
-    rows = [{'step': step, 'kl': 9. if step == 777 else .01} for step in range(1, 2001)]
-    image, = plot_lights(rows, ['kl']).axes[0].images
+    judged = [lights({'kl': 9. if step == 777 else .01}) for step in range(1, 2001)]
+    image, = plot_lights(range(1, 2001), judged, ['kl']).axes[0].images
     assert image.get_array().shape == (2, 286) and (image.get_array() == 2).sum() == 2
 
 
@@ -220,7 +219,7 @@ def test_bins_of_whole_numbers_are_equally_wide_for_each_of_them():
 
 def test_a_failed_start_is_called_failed(tmp_path, folder):
     assert 'failed' not in Document(folder/'report.html').text and Document(folder/'report.html').text.count('passed') == 3
-    with RunWriter(tmp_path/'run', {}) as writer:
+    with RunWriter(tmp_path/'run') as writer:
         writer.log(next(simulated_run(1)) | {'ratio_max': 1.0005, 'kl': 19., 'clip_ratio/region_mean': 0.})
     assert [passed for *_, passed in first_update(read_run(tmp_path/'run'))] == [True, True, False]
     text = page_of(tmp_path/'run').text
@@ -233,7 +232,8 @@ def test_a_failed_start_is_called_failed(tmp_path, folder):
 @pytest.mark.parametrize('config, passes', [({}, False), ({'bf16': True}, True), ({'matmul_precision': 'high'}, True), ({'matmul_precision': 'highest'}, False)])
 def test_the_start_is_judged_by_the_tolerance_that_the_trainer_of_the_run_had(tmp_path, config, passes):
     row = next(simulated_run(1)) | {'ratio_max': 1.02, 'kl': 1e-4, 'clip_ratio/region_mean': 0.}
-    with RunWriter(tmp_path/'run', config) as writer: writer.log(row)
+    with RunWriter(tmp_path/'run') as writer: writer.log(row)
+    write_json(tmp_path/'run'/'config.json', config)
     room = TrainConfig(**config).for_size(SMALL).trainer.identity_tolerance
     assert (row['ratio_max'] - 1 <= room) == passes
     assert [passed for *_, passed in first_update(read_run(tmp_path/'run'))] == [passes, True, passes]
@@ -249,6 +249,20 @@ def test_numbers():
     assert number(-1e-9, '+z.3f') == '+0.000' and number(12345, ',.0f') == '12,345'
     assert [number(value) for value in (1, .12345, math.nan, None, math.inf, -math.inf, 'x', True)] == \
         ['1.000', '0.123', '-', '-', '∞', '-∞', 'x', 'True']
+
+
+def test_each_row_is_judged_once(tmp_path, monkeypatch):
+    seen, folder = [], write_run(tmp_path/'run', tables=())
+    monkeypatch.setattr(module, 'lights', lambda row: seen.append(row['step']) or lights(row))
+    report(folder)
+    assert seen == list(range(1, STEPS + 1))
+
+
+def test_a_title_is_escaped_once_in_its_link_and_above_its_part():
+    link, body = module.section('Wins & losses', module.element('p', '<'))
+    assert link == '<a href="#wins-losses">Wins &amp; losses</a>'
+    assert body == '<section id="wins-losses"><h2>Wins &amp; losses</h2><p>&lt;</p></section>'
+    assert module.section('Wins & losses', None) is None
 
 
 # ---- settings and command
@@ -321,10 +335,11 @@ def hostile_run(folder: Path, place: str) -> Path:
     config |= {place: HOSTILE} if place in ('model', 'data') else {HOSTILE: 1} if place == 'setting' else {}
     summary = {'stop_reason': HOSTILE if place == 'reason' else 'done', 'comparison': [dict(COMPARISON[0])]}
     summary['comparison'][0] |= {place.split()[-1]: HOSTILE} if place.startswith('compared') else {}
-    with RunWriter(folder, config) as writer:
+    with RunWriter(folder) as writer:
         writer.log(row)
         writer.table(1, table)
-        writer.summary(summary)
+    write_json(folder/'config.json', config)
+    write_json(folder/'summary.json', summary)
     return folder
 
 
@@ -340,13 +355,13 @@ def test_hostile_text_stays_text(tmp_path, place):
 
 
 def test_a_dollar_in_a_name_is_no_formula(tmp_path):
-    with RunWriter(tmp_path/'run', {}) as writer:
+    with RunWriter(tmp_path/'run') as writer:
         writer.log(next(simulated_run(1)) | {'rewards/P_$\\frac$/mean': .5, '$\\nothing$': math.nan})
     report(tmp_path/'run')
 
 
 def test_text_that_cannot_be_encoded_is_still_shown(tmp_path):
-    with RunWriter(tmp_path/'run', {}) as writer:
+    with RunWriter(tmp_path/'run') as writer:
         writer.log(next(simulated_run(1)))
     (tmp_path/'run'/'config.json').write_text('{"model": "half \\ud800 \\u0000 character"}')
     assert 'character' in Document(report(tmp_path/'run')).text
@@ -355,7 +370,8 @@ def test_text_that_cannot_be_encoded_is_still_shown(tmp_path):
 # ---- runs that did not end well
 
 def test_a_run_killed_before_its_first_step(tmp_path):
-    RunWriter(tmp_path/'run', {'model': 'nano', 'steps': 9}).close()
+    RunWriter(tmp_path/'run').close()
+    write_json(tmp_path/'run'/'config.json', {'model': 'nano', 'steps': 9})
     page = Document(report(tmp_path/'run'))
     assert '0 of 9' in page.text and 'no step was logged' in page.text and 'img' not in page.tags
 
@@ -386,7 +402,7 @@ def test_what_may_be_missing(tmp_path, missing):
 
 
 def test_a_single_step_and_rows_without_a_task(tmp_path):
-    with RunWriter(tmp_path/'run', {}) as writer:
+    with RunWriter(tmp_path/'run') as writer:
         row = next(simulated_run(1))
         writer.log({name: value for name, value in row.items() if not name.startswith(('task_A', 'kl')) or name == 'kl_coef'} | {'loss': math.nan})
         writer.table(1, [row for row in completions(1, 1) if row['task'] == 'P'])
@@ -394,15 +410,24 @@ def test_a_single_step_and_rows_without_a_task(tmp_path):
     assert 'loss' in page.text and 'text-1-P-0' in page.text and 'A: environment' not in page.text
 
 
+def test_a_loop_of_ones_own_has_its_report_with_nothing_but_a_writer(tmp_path):
+    with RunWriter(tmp_path/'run') as writer:
+        for step in (1, 2, 3):
+            writer.log({'step': step, 'loss': .1, 'reward': step/10, 'reward_std': .2, 'task_P/fraction': 1., 'step_time': 1.})
+            writer.table(step, [dict(prompt='write cat', completion='a cat', task='letters', reward=step/10, advantage=0.)])
+    page = Document(report(tmp_path/'run'))
+    assert '0.100 at first, 0.300 the highest, 0.300 at last' in page.text and 'Steps by their gravest light: 3 green' in page.text
+
+
 def test_looks_at_held_out_positions_are_drawn_from_where_they_started(tmp_path):
-    with RunWriter(tmp_path/'run', {}) as writer:
+    with RunWriter(tmp_path/'run') as writer:
         for row in simulated_run(6):
             looked = {'eval/A_state_exact': .5 + .1*row['step'], 'eval/P_reward': .4 + .01*row['step']} if row['step'] % 2 == 0 else {}
             writer.log(row | looked)
-        writer.summary({'stop_reason': 'done', 'steps': 6, 'comparison': [
-            compared('P', 0., 'reward', .06, 2.), compared('P', 1., 'reward', -.2, -2.), compared('P', 0., 'top5_overlap', .1, 2.)]})
+    write_json(tmp_path/'run'/'summary.json', {'stop_reason': 'done', 'steps': 6, 'comparison': [
+        compared('P', 0., 'reward', .06, 2.), compared('P', 1., 'reward', -.2, -2.), compared('P', 0., 'top5_overlap', .1, 2.)]})
     run = read_run(tmp_path/'run')
-    policy, env = plot_looks(run.metrics, comparison(run.summary)).axes[:2]
+    policy, env = plot_looks(run.metrics, run.changes).axes[:2]
     assert [axes.get_title('left') for axes in (policy, env)] == ['P: reward', 'A: state_exact']
     drawn = {axes.get_title('left'): [line.get_xydata() for line in axes.lines if len(line.get_xydata())] for axes in (policy, env)}
     np.testing.assert_allclose(drawn['P: reward'][0], [[2, .42], [4, .44], [6, .46]])
@@ -416,7 +441,7 @@ def test_looks_at_held_out_positions_are_drawn_from_where_they_started(tmp_path)
 
 def test_endings(tmp_path):
     rows = [{'step': 1.}, {'step': 2.}]
-    run = lambda rows=rows, **files: module.RunData(tmp_path, rows, files.get('config', {'steps': 2}), files.get('summary', {}), {})
+    run = lambda rows=rows, **files: module.RunData(tmp_path, rows, files.get('config', {'steps': 2}), files.get('summary', {}), {}, [], {})
     assert 'no evaluation followed' in ending(run())
     assert 'was killed' in ending(run(config={'steps': 3})) and 'was killed' in ending(run(config={}))
     assert 'no step was logged' in ending(run([], summary={'stop_reason': 'done'}))
@@ -427,8 +452,7 @@ def test_endings(tmp_path):
 
 def test_an_evaluation_that_the_run_has_left_behind_says_so(tmp_path):
     folder = write_run(tmp_path/'run', tables=())
-    with RunWriter(folder) as writer:
-        writer.summary({'stop_reason': 'all 8 steps are done', 'steps': 8, 'comparison': COMPARISON})
+    write_json(folder/'summary.json', {'stop_reason': 'all 8 steps are done', 'steps': 8, 'comparison': COMPARISON})
     assert 'Evaluated after step 8; the log ends at step 12' in page_of(folder).text
 
 
@@ -461,13 +485,14 @@ def test_no_folder_and_no_run_folder(tmp_path):
     ('metrics.jsonl', '{"step": 1, "kl": "low"}\n', 'no number'),
     ('config.json', '{"kl_control": "adaptive", "kl_target": "low"}', "kl_target is 'low', not a number"),
     ('summary.json', '{"stop_reason": "done", "steps": "7"}', "steps is '7', not a number"),
-    ('summary.json', '{"comparison": [{"task": "P", "metric": "reward", "before": "low"}]}', 'no table of numbers')])
+    ('summary.json', '{"comparison": [{"task": "P", "metric": "reward", "before": "low"}]}', 'no table of numbers'),
+    ('config.json', '{"temperature": -1}', 'temperature=-1 must be finite')])
 def test_a_damaged_file_is_named_and_nothing_is_written(tmp_path, name, content, words):
     folder = write_run(tmp_path/'run')
     (folder/name).write_text(content)
     with pytest.raises(ReportError) as failed:
         report(folder)
-    assert Path(name).name in str(failed.value) and words in str(failed.value)
+    assert str(folder/name) in str(failed.value) and words in str(failed.value)
     assert not (folder/'report.html').exists() and not (folder/'figures').exists()
 
 
@@ -482,8 +507,9 @@ def test_a_reward_function_of_its_own_is_named(tmp_path):
     folder = write_run(tmp_path/'run', tables=())
     for name, words in (('default_reward', 'gives the same numbers'), ('best_move', 'train(config, reward_fn=best_move) repeats it')):
         (folder/'origin.json').write_text(json.dumps({'reward_fn': name}))
-        said = ' '.join(page_of(folder).words)
-        assert words in said and ('gives the same numbers' in said) == (name == 'default_reward')
+        said, default = ' '.join(page_of(folder).words), name == 'default_reward'
+        assert words in said and ('gives the same numbers' in said) == default
+        assert said.count('what best_move pays') == (0 if default else 4) and said.count('what the scorer pays') == (4 if default else 0)
 
 
 def test_what_was_done_by_hand_is_listed(tmp_path):
@@ -508,6 +534,7 @@ def test_a_reward_of_ones_own_is_in_view():
 def test_what_rounding_may_clip_is_no_failed_start(tmp_path, ends, judged):
     config = {'bf16': True, 'temperature': .5} | ends
     row = next(simulated_run(1)) | {'ratio_max': 1.12, 'kl': 1e-4, 'clip_ratio/region_mean': .001}
-    with RunWriter(tmp_path/'run', config) as writer: writer.log(row)
+    with RunWriter(tmp_path/'run') as writer: writer.log(row)
+    write_json(tmp_path/'run'/'config.json', config)
     found = {name: passed for name, *_, passed in first_update(read_run(tmp_path/'run'))}
     assert ('clip_ratio/region_mean' in found) == judged and found['ratio_max'] and found['kl']

@@ -610,8 +610,15 @@ def test_a_policy_answer_that_restates_a_position_is_unreadable(restated):
 
 def test_an_env_answer_that_restates_a_move_is_unreadable():
     prompt, answer = split_line(format_env(chess.STARTING_FEN, 'e2e4', None, *env_step(chess.STARTING_FEN, 'e2e4')))
-    scorer = RewardScorer()
-    assert float(scorer([prompt], [f'x+y+z+{answer}']).rewards[0]) == float(scorer([prompt], ['']).rewards[0]) < float(scorer([prompt], [answer]).rewards[0])
+    texts = [answer, '', f'x+y+z+{answer}', f'+++{answer}', f'A: +++{answer}', f'A: {prompt}{answer}']
+    right, *others = RewardScorer()([prompt]*len(texts), texts).rewards.tolist()
+    assert right == 1 and {*others} == {others[0]} and others[0] < 0
+
+
+def test_an_env_target_is_an_answer_and_no_whole_line():
+    line = format_env(chess.STARTING_FEN, 'e2e4', None, *env_step(chess.STARTING_FEN, 'e2e4'))
+    prompt, answer = split_line(line)
+    with pytest.raises(BadTarget, match='must be new_fen'): RewardScorer()([prompt], [answer], [line])
 
 
 @pytest.mark.parametrize(('shaping', 'raw', 'reward'), [

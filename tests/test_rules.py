@@ -563,6 +563,12 @@ def test_cache_key_holds_the_engine(fake, tmp_path):
         assert engine.analyse(START)[0].pawns == 0.01
 
 
+def test_a_cache_in_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv('HOME', str(tmp_path))
+    AnalysisCache('~/cache.db').put('key', [Candidate('e2e4', .3)])
+    assert AnalysisCache(tmp_path/'cache.db').get('key') == (Candidate('e2e4', .3),)
+
+
 def _fill(path, worker):
     cache = AnalysisCache(path)
     for i in range(200):

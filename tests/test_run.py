@@ -326,7 +326,7 @@ def test_a_run_from_before_there_was_a_setting_is_gone_on_with(tmp_path):
     (folder/'config.json').write_text(json.dumps({name: value for name, value in config.items() if name not in ('drop_tied', 'eval_every')}))
     resumed = Run(resumed_config(output_dir=str(folder), steps=2)).config
     assert not resumed.drop_tied and resumed.eval_every is None
-    with pytest.raises(RunError, match='--drop-tied true: the run in .* has false'): resumed_config(output_dir=str(folder), drop_tied=True)
+    with pytest.raises(RunError, match='--drop-tied: the run in .* has false'): resumed_config(output_dir=str(folder), drop_tied=True)
 
 
 def test_a_run_without_held_out_positions_says_how_it_ended_and_what_it_took(tmp_path, capsys):
@@ -583,7 +583,7 @@ def test_the_judge_of_a_run_stays(whole, tmp_path, before, after):
     folder = shutil.copytree(whole, tmp_path/'run')
     config = json.loads((folder/'config.json').read_text())
     (folder/'config.json').write_text(json.dumps(config | {'stockfish_path': before}))
-    with pytest.raises(RunError, match=f'--stockfish-path {after}: .* with{"" if before else "out"} an engine'):
+    with pytest.raises(RunError, match=f'--stockfish-path {after or "none"}: .* with{"" if before else "out"} an engine'):
         resumed_config(output_dir=str(folder), stockfish_path=after)
 
 
@@ -687,6 +687,40 @@ def test_a_resumed_run_has_the_levers_and_only_the_events_that_it_knows(steered,
     rows = list(run.steps())
     assert [(row['step'], row['kl_coef'], row['learning_rate']) for row in rows] == [(3, .1, RATE/2), (4, .1, RATE/2)]
     assert [event['event'] for event in read_events(copy)] == ['kl_coef', 'lr_scale', 'checkpoint']
+
+
+def test_what_is_left_of_a_run_that_another_went_on_with_is_not_steered(tmp_path):
+    run = Run(replace(TINY, output_dir=str(tmp_path/'run')))
+    steps = run.steps()
+    for _ in range(2): next(steps)
+    steps.close()    # a notebook stops; its run is gone on with elsewhere
+    other = Run(resumed_config(output_dir=str(run.folder)))
+    going_on = other.steps()
+    next(going_on)
+    with pytest.raises(RunError, match='a run is going on there'): steer(run, 'checkpoint')
+    steer(other, 'kl_coef', .1)
+    going_on.close()
+    with pytest.raises(RunError, match='another run has gone on there'): steer(run, 'checkpoint')
+    assert [event['event'] for event in read_events(run.folder)] == ['kl_coef']
+    assert 'kl_coef' in steer(other, 'kl_coef', .2)    # alone, and as it left the folder
+
+
+def test_a_run_that_was_stopped_before_its_first_step_can_be_started(tmp_path):
+    run = Run(replace(TINY, output_dir=str(tmp_path/'run')))
+    steer(run, 'stop')
+    assert not list(run.steps()) and not list(run.steps())
+
+
+def test_a_guest_that_fails_costs_the_run_nothing_of_its_own(tmp_path):
+    class Guest:
+        def log(self, row):
+            if row['step'] == 2: raise OSError('no network')
+    run = Run(replace(TINY, output_dir=str(tmp_path/'run')))
+    with pytest.raises(OSError, match='no network'): list(run.steps([Guest()]))
+    assert read_metrics(run.folder)['step'].tolist() == [1, 2] and read_checkpoint(run.folder/'checkpoint-2')['trainer']['proposed']
+    whole = Run(replace(TINY, output_dir=str(tmp_path/'whole')))
+    for _ in zip(range(2), whole.steps()): pass
+    assert sorted(path.name for path in (run.folder/'completions').iterdir()) == sorted(path.name for path in (whole.folder/'completions').iterdir())
 
 
 def test_a_run_that_nobody_touched_has_no_events(finished, tmp_path):
@@ -818,6 +852,26 @@ def test_a_reward_of_ones_own_is_learned_from_shown_and_examined_with(tmp_path):
     assert 'whole answers are paid, because of reward_fn=best_move' in planned_work(run) and run.config.credit == 'answer'
 
 
+@pytest.mark.parametrize('changes', [{'mix_env_ratio': 0.}, {}])
+def test_a_reward_is_tried_on_the_tasks_that_it_will_be_asked_about(tmp_path, changes):
+    def of_moves(prompts, completions, components):
+        if not all(prompt.startswith('P:') for prompt in prompts): raise ValueError('only moves')
+        return [1.]*len(prompts)
+
+    class Late(Exception): pass
+    def loaded(*args): raise Late
+    config = replace(TINY, rare_env_ratio=.15, answer_coef=0., answer_positions=64, output_dir=str(tmp_path/'run'), **changes)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Late if changes else ValueError, match=None if changes else 'only moves'):
+        patch.setattr('rookworld_nb.setup.load_pretrained', loaded)
+        Run(config, reward_fn=of_moves)
+
+
+def test_a_reward_that_takes_the_table_for_targets_is_refused_at_once(tmp_path):
+    def exact(prompts, completions, targets): return [float(a == b) for a, b in zip(completions, targets)]
+    with pytest.raises(ValueError, match='a number for each of 16 answers is needed'):
+        Run(replace(TINY, mix_env_ratio=0., answer_coef=0., answer_positions=64, model='none', output_dir=str(tmp_path/'run')), reward_fn=exact)
+
+
 def test_a_run_with_a_reward_of_its_own_goes_on_with_nothing_else(tmp_path):
     folder = tmp_path/'run'
     list(Run(replace(TINY, steps=2, output_dir=str(folder)), reward_fn=best_move).steps())
@@ -871,7 +925,7 @@ def test_before_the_first_checkpoint_too_a_run_goes_on_with_its_own_prompts(tmp_
     shutil.rmtree(folder/'final_checkpoint')
     origin = json.loads((folder/'origin.json').read_text())
     (folder/'origin.json').write_text(json.dumps(origin | {'data': 'other'}))
-    with pytest.raises(RunError, match='--data None: not what the run in .* began with'): Run(resumed_config(output_dir=str(folder)))
+    with pytest.raises(RunError, match='--data none: not what the run in .* began with'): Run(resumed_config(output_dir=str(folder)))
     for damaged, words in (('{', 'cannot be read as JSON'), ('[1]', 'must hold a JSON object, not list')):
         (folder/'origin.json').write_text(damaged)
         with pytest.raises(RunError, match=f'origin.json: {words}'): Run(resumed_config(output_dir=str(folder)))
@@ -886,16 +940,16 @@ def test_there_is_no_checkpoint_of_a_run_that_has_not_begun(tmp_path):
 
 
 def test_a_reward_that_is_no_number_is_refused_before_anything_is_learned(tmp_path):
-    """What is seen at two right answers of each task is said before the model is loaded; the rest before it is learned from."""
+    """What is seen at right answers of each task is said before the model is loaded; the rest before it is learned from."""
     config = replace(TINY, mix_env_ratio=.5, model=str(tmp_path/'none'), output_dir=str(tmp_path/'run'))
-    with pytest.raises(ValueError, match=r'of 2 of 4 answers is not finite \(in float32\), the first is nan for an answer to A:'):
+    with pytest.raises(ValueError, match=r'of 16 of 32 answers is not finite \(in float32\), the first is nan for an answer to A:'):
         Run(config, reward_fn=lambda prompts, texts, components: components['best'])
-    with pytest.raises(ValueError, match=r'of 4 of 4 answers is not finite \(in float32\), the first is 1e\+39'):
+    with pytest.raises(ValueError, match=r'of 32 of 32 answers is not finite \(in float32\), the first is 1e\+39'):
         Run(config, reward_fn=lambda prompts, texts, components: [1e39]*len(texts))
     rows = []
     def late(prompts, texts, components):
         rows.extend(texts)
-        return [math.nan if len(rows) > 4 else 1.]*len(texts)
+        return [math.nan if len(rows) > 32 else 1.]*len(texts)
     run = Run(replace(config, model='nano'), reward_fn=late)
     with pytest.raises(ValueError, match=r'is not finite \(in float32\), the first is nan for an answer to P:'): next(run.steps())
     assert run.trainer.step == 0

@@ -328,7 +328,7 @@ def test_a_full_disk_is_no_outcome(stubbed, monkeypatch):
         raise CheckpointError('checkpoint-3: cannot be written') from OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     monkeypatch.setattr(scale, 'run_trial', full)
     for _ in range(scale.TRIES + 1):
-        with pytest.raises(SearchError, match='checkpoint-3: cannot be written; once there is room, the same command goes on'):
+        with pytest.raises(SearchError, match='checkpoint-3: cannot be written; once that is mended, the same command goes on'):
             for _ in run_search(search): pass
     assert len(tries) == scale.TRIES + 1 and trial_table(study, search).empty    # no other trial was begun, and none is given up
     monkeypatch.setattr(scale, 'run_trial', lambda *_: verdict_of(.1, .01, 1000))
@@ -349,7 +349,7 @@ def test_a_worker_whose_disk_is_full_says_so_and_stops(stubbed, monkeypatch, cap
 def test_a_database_that_takes_nothing_is_said_in_words(stubbed, monkeypatch):
     def broken(*_): raise optuna.exceptions.StorageInternalError('see below') from OSError('database or disk is full')
     monkeypatch.setattr(scale, 'deal', broken)
-    with pytest.raises(SearchError, match='study: the study cannot be written: database or disk is full; once there is room'):
+    with pytest.raises(SearchError, match='study: the study cannot be written: database or disk is full; once that is mended'):
         next(run_search(stubbed[0]))
 
 
@@ -585,7 +585,7 @@ def test_a_folder_that_takes_no_file_kills_no_worker(stubbed, monkeypatch):
     with monkeypatch.context() as short:
         short.setattr(Path, 'touch', full)
         for _ in range(scale.TRIES + 1):
-            with pytest.raises(SearchError, match='No space left.*once there is room'):
+            with pytest.raises(SearchError, match='No space left.*once that is mended'):
                 for _ in run_search(search): pass
     *_, table = run_search(search)
     assert table['outcome'].tolist() == ['success']*3

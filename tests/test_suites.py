@@ -602,6 +602,18 @@ def test_stockfish_as_an_opponent():
                 pass
 
 
+@needs_stockfish
+def test_stockfish_is_not_blamed_for_what_others_do():
+    for error in (chess.engine.EngineError('illegal uci'), TimeoutError('of the database')):
+        with pytest.raises(type(error)) as caught, stockfish_opponent('nodes=1'): raise error
+        assert caught.value is error
+
+
+def test_a_first_line_with_an_endless_field_is_no_suite():
+    assert suite_format('x'*200_000) is None
+    with pytest.raises(SuiteError, match='long is no suite'): parse_puzzles(['x'*200_000], 'long')
+
+
 def test_no_stockfish():
     with pytest.raises(EngineNotFound):
         with stockfish_opponent('skill=0', path='no/such/engine'):

@@ -483,6 +483,53 @@ def test_incomplete_lines_are_named(line):
     assert line[:60] in str(caught.value)
 
 
+FIVE = 'M: e2e4 d2d4 g1f3 c2c4 b1c3 E: 0.3 0.3 0.2 0.1 0.0 B: e2e4'
+
+
+@pytest.mark.parametrize(
+    'line, said',
+    [
+        ('P:', "the FEN is unreadable: ''; it needs six fields, and 8 ranks of 8 squares"),
+        (f"P: {START.replace('rnbqkbnr', 'rnbqkbnr9')} {FIVE}", f"the FEN is unreadable: '{START.replace('rnbqkbnr', 'rnbqkbnr9')}'; it needs six fields"),
+        (f'P: {START[:-4]}', f"the FEN is unreadable: '{START[:-4]}'; it needs six fields"),
+        (f'P: {START} {FIVE[3:]}', 'no M: after the FEN'),
+        (f"P: {START} {FIVE.replace('M:', 'X:')}", 'no M: after the FEN'),
+        (f'P: {START} X: e2e4', 'no M: after the FEN'),
+        (f"P: {START} {FIVE.replace('E:', '')}", 'no E: after the moves'),
+        (f"P: {START} {FIVE.replace('B:', 'b:')}", 'no B: after the evaluations'),
+        (f'P: {START} {FIVE} {FIVE}', 'the labels are P: M: E: B: M: E: B:, not P: M: E: B:'),
+        (f'P: {START} B: e2e4 M: e2e4 E: 0.3', 'the labels are P: B: M: E:, not P: M: E: B:'),
+        (f"P: {START} {FIVE.replace('d2d4', 'f1b9')}", "move 2 'f1b9' is no UCI move such as e2e4"),
+        (f"P: {START} {FIVE.replace('0.3 0.3', 'zero 0.3')}", "evaluation 1 'zero' is no number such as 0.35"),
+        (f"P: {START} {FIVE.replace(' 0.0', '')}", '5 moves and 4 evaluations'),
+        (f'P: {START} M: E: B: e2e4', '0 moves, not 1 to 5'),
+        (f"P: {START} {FIVE.replace(' E:', ' a2a3 E:')}", '6 moves, not 1 to 5'),
+        (f'P: {START} {FIVE[:-5]}', '0 best moves, not 1'),
+        (f'P: {START} {FIVE} d2d4', '2 best moves, not 1'),
+        (f'P: {START} {FIVE[:-4]}Nf3', "best move 'Nf3' is no UCI move such as e2e4"),
+        (f'A: {START}+e2e4', '2 fields, not the 7 of fen+uci+history+new_fen+reward+terminated+truncated'),
+        (f'A: {START}+e2e4+e2e4+{ENV}+0', '8 fields, not the 7 of fen'),
+        (f'{START}+0.001+0+0', '4 fields, not the 7 of fen'),
+        (f'A: {START[5:]}+e2e4+e2e4+{ENV}', f"fen is unreadable: '{START[5:]}'"),
+        (f'A: {START}++e2e4+{ENV}', 'uci is missing'),
+        (f'A: {START}+e2e4+e2e4++0.001+0+0', 'new_fen is missing'),
+        (f"A: {START}+e2e4+e2e4+{ENV.replace('8/8', '8/9', 1)}", f"new_fen is unreadable: '{START.replace('8/8', '8/9', 1)}'"),
+        (f"{START}+e2e4++{ENV.replace('0.001', 'win')}", "reward is unreadable: 'win'"),
+        (f'A: {START}+e2e4+e2e4+{ENV[:-3]}2+0', "terminated is unreadable: '2'"),
+        (f'A: {START}+e2e4+e2e4+{ENV[:-1]}', 'truncated is missing'),
+    ],
+)
+def test_the_part_that_is_wrong_is_named(line, said):
+    with pytest.raises(TaskFormatError) as caught: split_line(line)
+    assert str(caught.value).startswith(f"not a complete {task_of(line)}: line: {line!r} ({said}")
+
+
+def test_of_a_bare_fen_is_said_what_makes_lines_of_it():
+    with pytest.raises(TaskFormatError) as caught: split_line(START)
+    assert str(caught.value) == f"a line starts with 'P: ' or 'A: ', not '{START}'; `rookworld label` makes P: lines of FENs"
+    with pytest.raises(TaskFormatError, match="not 'hello'$"): split_line('hello')
+
+
 def test_answers_are_read_up_to_the_end_token_of_the_tokenizer():
     weights = pytest.importorskip('rookworld_nb.weights')
     assert (
@@ -512,3 +559,6 @@ def test_a_history_ends_with_the_move():
     told = START, 1., False, False
     assert format_env(START, 'e2e4', ['a7a6', 'e2e4'], *told) and format_env(START, 'e2e4', [], *told)
     with pytest.raises(TaskFormatError, match='must end with e2e4, not with a7a6'): format_env(START, 'e2e4', ['e2e4', 'a7a6'], *told)
+    with pytest.raises(TaskFormatError, match='must end with e2e4, not with a7a6'): env_prompt(START, 'e2e4', ['a7a6'])
+    line = format_env(START, 'e2e4', None, *told)
+    with pytest.raises(TaskFormatError, match='not a complete A: line.*must end with e2e4'): split_line(line.replace('+e2e4+e2e4+', '+e2e4+a7a6+'))
