@@ -15,9 +15,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from rookworld_nb.kl import (
-    KL_ESTIMATORS, SAMPLED_KL, BatchShapeError, SettingError, check_number, check_option, check_shapes, per_token_kl,
-    reweight_kl)
+from .kl import (
+    KL_ESTIMATORS, SAMPLED_KL, BatchShapeError, SettingError,
+    check_number, check_option, check_shapes, per_token_kl, reweight_kl)
 
 # %% ../nbs/08_grpo.ipynb #365676aa
 class MissingInputError(RuntimeError):
