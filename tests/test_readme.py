@@ -33,7 +33,7 @@ def test_another_task_than_chess_is_learned(run_snippet, tmp_path):
 
 
 def test_a_run_is_read_and_paid_as_it_was(run_snippet, tmp_path, capsys):
-    train(replace(SHORT, steps=2, output_dir='runs/mine'))
+    train(replace(SHORT, steps=2, eval_policy=0, eval_env=0, output_dir='runs/mine'))
     names = run_snippet('read_metrics')
     assert list(names['rows']['step']) == [1, 2] and (tmp_path/'curves.png').exists()
     assert names['pay'].cfg.reward_shaping == 'continuous' and 'candidates' in capsys.readouterr().out
