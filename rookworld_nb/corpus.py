@@ -194,7 +194,8 @@ def verdict(
     move: chess.Move,    # legal or not
 ) -> str:  # one character
     "'?' illegal, '#' mate, '=' draw, '!' check, '.' none of these."
-    return _brings(board, move) if move in [*board.legal_moves] else '?'
+    legal = board.is_legal(move) and board.uci(move) == move.uci()    # not e1h1 for a castling move
+    return _brings(board, move) if legal else '?'
 
 
 def _brings(board: chess.Board, move: chess.Move) -> str:

@@ -313,7 +313,7 @@ def _watch(job: Labelling, workers: list) -> None:
 # %% ../nbs/14_labels.ipynb #7ef3e9f2
 def label_files(
     job: Labelling,          # new, or begun and killed
-    sources: Sequence[str],  # files of FENs, or folders of them
+    sources: Sequence[str],  # files of positions, as for `fen_in`, or folders of them
     processes: int = 1,      # each with an engine of its own
 ) -> dict[str, int]:         # of `merge_shards`
     "Label files of positions; started again after a kill it goes on."

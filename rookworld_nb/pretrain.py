@@ -517,7 +517,8 @@ def _load_checkpoint(path: Path, config: PretrainConfig) -> dict:
     if 'probes' not in state:
         raise PretrainError(f'{path.parent} holds a run of an older version; give another --output-dir')
     free = ('steps', 'env_share', 'verdict_share',    # may change when a run is resumed: more steps, another mix
-            'output_dir', 'processes', 'threads', 'save_every', 'stockfish_path', 'exclude')    # its content: below
+            'output_dir', 'processes', 'threads', 'save_every', 'stockfish_path')
+    if 'made_of' in state: free += ('exclude',)    # its content is compared below
     before = state['config']
     if differing := [f'--{name.replace("_", "-")} {before.get(name)}, not {value}'
                      for name, value in asdict(config).items() if name not in free and before.get(name) != value]:

@@ -42,8 +42,8 @@ import pandas as pd
 import torch
 
 from .config import FREE, TrainConfig
-from .evaluate import ROUNDING, evaluate, student_t, wilson_interval
-from .flags import UsageError, as_text, parse_value
+from .evaluate import ROUNDING, Z95, evaluate, student_t, wilson_interval
+from .flags import UsageError, as_text, parse_value, words_of
 from .hardware import HardwareConfig
 from .labels import leave_group, stop
 from .model import num_parameters
@@ -451,9 +451,8 @@ def deal(
     was = study.user_attrs.get('facts', facts)
     for name in facts:
         if was.get(name) != facts[name]:
-            flag, now, then = name.replace('_', '-'), as_text(facts[name]), as_text(was.get(name))
-            raise SearchError(f'--{flag} {now}: the study in {search.folder} was begun with {then}; start a new one in '
-                              'another --output-dir')
+            raise SearchError(f'{" ".join(words_of({name: facts[name]}))}: the study in {search.folder} was begun with '
+                              f'{as_text(was.get(name))}; start a new one in another --output-dir')
     dealt = by_ticket(study)
     if len(dealt) > search.size:
         raise SearchError(f'--trials {search.size}: the study in {search.folder} has {len(dealt)} already; '
@@ -815,12 +814,12 @@ def plot_slices(
     table: pd.DataFrame,      # of `trial_table`
     settings: Sequence[str],  # its columns to look at
 ) -> Picture:
-    "Gain of every trial, with 1.96 standard errors, by the value of each setting; blue: success, crosses: no gain."
+    "Gain of every trial, with its 95 % interval, by the value of each setting; blue: success, crosses: no gain."
     won, none, width = table['outcome'] == 'success', table['gain'].isna(), 2.2*len(settings) + .6
     picture = Picture(width, 2.6)
     panels = picture.grid(1, len(settings), sharey=True)
     picture.subplots_adjust(left=.65/width, right=1 - .1/width, bottom=.2, top=.86, wspace=.12)
-    floor = np.nanmin([0., *(table['gain'] - 1.96*table['standard_error'])])*1.15 - .002
+    floor = np.nanmin([0., *(table['gain'] - Z95*table['standard_error'])])*1.15 - .002
     for name, axes in zip(settings, panels):
         labels, order = labels_of(table[name])
         if listed(table[name]) is not None:
@@ -830,7 +829,7 @@ def plot_slices(
         elif 0 < 20*(x := pd.to_numeric(table[name])).min() < x.max():
             axes.set_xscale('log')
         for kind, colour in ((won, BLUE), (~won & ~none, ORANGE)):
-            axes.errorbar(x[kind], table['gain'][kind], 1.96*table['standard_error'][kind], fmt='o', ms=3.5, lw=1,
+            axes.errorbar(x[kind], table['gain'][kind], Z95*table['standard_error'][kind], fmt='o', ms=3.5, lw=1,
                           color=colour, alpha=.7)
         axes.plot(x[none], np.full(none.sum(), floor), 'x', ms=5, color=ORANGE)
         axes.axhline(0, color=MUTED, lw=1)

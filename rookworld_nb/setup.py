@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['logger', 'OFTEN', 'SIGHT', 'apart_from_evaluation', 'warn_of_few', 'training_samples', 'heldout_samples',
            'run_folder', 'both_devices', 'warn_weightless', 'paid_by', 'try_reward', 'shortened', 'open_engine',
-           'announced', 'prompts_of', 'answers_of', 'collector_of', 'Setup', 'updates_per_batch', 'prompts_to_draw',
-           'planned_work', 'trial_run', 'memory_components', 'profile_batches', 'choose_batch', 'examine', 'glance']
+           'announced', 'answers_of', 'collector_of', 'Setup', 'updates_per_batch', 'prompts_to_draw', 'planned_work',
+           'trial_run', 'memory_components', 'profile_batches', 'choose_batch', 'examine', 'glance']
 
 # %% ../nbs/30_setup.ipynb #a453277b
 import copy
@@ -227,21 +227,6 @@ def announced(
         yield samples
 
 # %% ../nbs/30_setup.ipynb #61c0d132
-def prompts_of(
-    run: 'Setup',  # whose configuration and samples are there
-) -> PromptMix:
-    "The stream of prompts; warn where one comes several times in a batch."
-    config, samples = run.config, by_task(run.samples)
-    prompts = PromptMix(run.samples, config.batch_positions, config.mix_env_ratio, config.seed, config.rare_env_ratio,
-                        config.easy_first)
-    for task, share in (('P', 1 - config.mix_env_ratio), ('A', config.mix_env_ratio)):
-        have, dealt = len(samples[task]), config.batch_positions*share
-        if have < dealt:
-            logger.warning('--batch-positions %d: some %.0f of a batch are %s: prompts, and there are %d: the '
-                           'same come several times', config.batch_positions, dealt, task, have)
-    return prompts
-
-
 def answers_of(
     run: 'Setup',  # whose configuration, samples and tokenizer are there
 ) -> RightAnswers | None:
@@ -293,7 +278,8 @@ class Setup:
     ) -> None:
         "Put the parts around models and samples."
         self.config, self.scorer = config, RewardScorer(config.rewards, self.engine, self.ranks.spread, self.reward_fn)
-        self.prompts = prompts_of(self)
+        self.prompts = PromptMix(self.samples, config.batch_positions, config.mix_env_ratio, config.seed,
+                                 config.rare_env_ratio, config.easy_first)
         self.trainer = Trainer(self.model, config.trainer, self.reference, self.ranks, answers_of(self))
         self.collector = collector_of(self)
         self.buffer = RolloutBuffer(self.collector, config.buffer)
@@ -316,8 +302,10 @@ def prompts_to_draw(
     run: 'Setup',  # what is about to start
 ) -> str:
     "How many prompts of each task there are; none of one that has no share in the mix."
-    pools = by_task(run.prompts.stream.pool)
-    return ' and '.join(f'{len(pool)} {task}:' for task, pool in pools.items() if pool) + ' prompts'
+    pools, mix = by_task(run.prompts.stream.pool), run.config.mix_env_ratio
+    few = any(0 < len(pools[task]) < run.prompts.batch_positions*share for task, share in (('P', 1 - mix), ('A', mix)))
+    return (' and '.join(f'{len(pool)} {task}:' for task, pool in pools.items() if pool) + ' prompts'
+            + ' (so few that a batch repeats some)'*few)
 
 
 def planned_work(

@@ -213,7 +213,7 @@ def micro_batches(
 def items_of(
     experience: Experience,  # the whole step
     loss_type: str,          # grpo | bnpo | dr_grpo | dapo
-) -> int:                    # completions (grpo), or tokens that are learned from
+) -> int:                    # completions (grpo, dr_grpo), or tokens that are learned from
     "What the loss of the whole step is divided by, over all parts."
     return sum(int(count_items(part.loss_mask, loss_type)) for part in experience.parts)
 

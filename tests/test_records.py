@@ -1,5 +1,6 @@
 """What a run leaves behind: files under crashes, tables of completions, the picture, TensorBoard and Weights & Biases."""
 import ast
+import dataclasses
 import errno
 import importlib
 import json
@@ -184,6 +185,8 @@ def test_writers_do_not_swallow_errors(tmp_path):
 
 
 def test_whole_files_are_replaced_or_left_alone(tmp_path, monkeypatch):
+    settings = dataclasses.make_dataclass('Settings', ['lr', 'place'])(1e-4, Path('runs')/'a')
+    assert json.loads(write_json(tmp_path/'summary.json', settings).read_text()) == {'lr': 1e-4, 'place': str(Path('runs')/'a')}
     path = write_atomic(tmp_path/'summary.json', 'old')
     assert stat.S_IMODE(path.stat().st_mode) & 0o044 == 0o044
 

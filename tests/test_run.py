@@ -700,7 +700,10 @@ def test_what_is_left_of_a_run_that_another_went_on_with_is_not_steered(tmp_path
     with pytest.raises(RunError, match='a run is going on there'): steer(run, 'checkpoint')
     steer(other, 'kl_coef', .1)
     going_on.close()
-    with pytest.raises(RunError, match='another run has gone on there'): steer(run, 'checkpoint')
+    before = levers(run)
+    for wish in ('checkpoint', 'stop', 'kl_coef'):
+        with pytest.raises(RunError, match='another run has gone on there'): steer(run, wish, .7)
+    assert levers(run) == before and run.events == [] and 'by hand' not in run.trainer.stop_reason
     assert [event['event'] for event in read_events(run.folder)] == ['kl_coef']
     assert 'kl_coef' in steer(other, 'kl_coef', .2)    # alone, and as it left the folder
 
