@@ -180,7 +180,7 @@ def test_a_finished_study_is_not_repeated_and_not_mixed_with_another(done):
     pd.testing.assert_frame_equal(again, table)
     assert {path: path.stat().st_mtime_ns for path in search.folder.rglob('metrics.jsonl')} == was
     for changed, said in ((Search(dict(search.given) | {'steps': 4}, search.space), '--steps 4'), (Search(search.given, search.space[1:]), '--space'),
-                          (Search(search.given, search.space, prune=False), '--prune')):
+                          (Search(search.given, search.space, prune=False), '--no-prune: the study in')):
         with pytest.raises(SearchError, match=said): next(run_search(changed))
     assert study_facts(Search(dict(search.given) | {'save_every': 7}, search.space)) == study_facts(search)
 
