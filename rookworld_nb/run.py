@@ -489,14 +489,16 @@ def steer(
     if wish == 'checkpoint' and not (run.folder/'config.json').exists():
         raise RunError('checkpoint: the run has not begun; there is nothing to resume before its first step')
     with ExitStack() as stack:
-        if run.ranks.first and not run.holds:
+        if run.ranks.first and not run.holds and run.folder.exists():
             stack.enter_context(alone_in(run.folder))
             check_current(run)
         moved = move_lever(run, wish, value) if wish in movable else {}
         if wish == 'stop' and not run.trainer.stop_reason:
             run.trainer.stop_reason = f'stopped by hand after step {step}'
         run.events.append({'step': step, 'time': time.time(), 'event': wish, **moved})
-        if run.ranks.first: write_events(run.folder, run.events)
+        if run.ranks.first:
+            make_folder(run.folder)
+            write_events(run.folder, run.events)
         if wish == 'checkpoint': save_run(run, f'checkpoint-{step}')
     change = ' from {before:g} to {value:g}'.format(**moved) if moved else ''
     return f'After step {step}: {wish}{change}'
