@@ -324,7 +324,7 @@ def bare_capture(
 
 # %% ../nbs/15_corpus.ipynb #6aa04792
 #: Share of each kind that is searched for; the rest is any move, one in sixteen of them a check, a promotion or rarer.
-ENV_SHARES = {'illegal': .12, 'mate': .11, 'check': .09, 'draw': .08,
+ENV_SHARES = {'illegal': .12, 'mate': .12, 'check': .10, 'draw': .10,
               'castling': .03, 'en_passant': .03, 'promotion': .04}
 MOST_LOOKS = 20_000  # positions looked at for one move of a kind; one in two has a check, one in 25 or so a promotion
 
@@ -344,7 +344,7 @@ def find_kind(
         if kind == 'illegal':
             board = cornered_king(rng) if rng.random() < .2 else board
         elif kind == 'draw':
-            board = bare_capture(rng) if rng.random() < .1 else cornered_king(rng)
+            board = bare_capture(rng) if rng.random() < .03 else cornered_king(rng)
         elif kind == 'en_passant':
             _offer_en_passant(board, rng)
         elif kind in ('mate', 'check', 'promotion') and rng.random() < .7:
