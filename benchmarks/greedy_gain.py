@@ -1,10 +1,10 @@
 """Does a run improve what the policy would play? Greedy answers after it against greedy answers before it.
 
     rookworld train --seed 1 --output-dir runs/rare-1          # ... to --seed 5; and other settings, each under a name of its own
-    python benchmarks/greedy_gain.py runs/rare-* --positions 5000 --csv nbs/results/greedy_gain.csv
+    python benchmarks/greedy_gain.py runs/rare-* --positions 5000 --exclude nbs/results/fresh_learned.txt --csv nbs/results/greedy_gain.csv
 
-P: positions come from the shards that the pre-training of nano's version 4 kept apart from what it learned from; they are made again, labelled by Stockfish (10,000 nodes a position) and kept
-in --cache. Those that the package ships, or --exclude names, are left out. With --undrawn they are instead the training prompts whose position the run did not meet (a run that drew all has none). `--positions 0` leaves
+P: positions come from the shards that nano's fourth pre-training kept apart from what it learned from, and that its fifth left out; they are made again, labelled by Stockfish (10,000 nodes a
+position) and kept in --cache. Those that the package ships, or --exclude names, are left out. With --undrawn they are instead the training prompts whose position the run did not meet (a run that drew all has none). `--positions 0` leaves
 P: out. A: positions are the shipped held-out ones. Task `A natural`: --moves moves as games have them (seven in ten are one of the engine's five), one on each of the fresh positions (`--moves 0`: none). Task
 `A rare`: how many of the mates, draws and illegal moves are recognised, of the shipped held-out and stress sets together, and how many other moves are taken for one of these. Task `A rare, fresh`: the
 same of --rare moves from the `A:` shards beside those of the P: positions (`--rare 0`: none). Tasks
