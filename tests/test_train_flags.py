@@ -22,7 +22,7 @@ from rookworld_nb.rules import legal_moves
 from rookworld_nb.tasks import env_prompt, parse_env
 from rookworld_nb.weights import load_pretrained
 
-SHORT = {'--steps': 3, '--batch-positions': 2, '--group-size': 4, '--max-new-tokens': 32, '--eval-policy': 0, '--eval-env': 0, '--seed': 13,
+SHORT = {'--steps': 3, '--batch-positions': 2, '--group-size': 4, '--max-new-tokens': 32, '--eval-policy': 0, '--eval-env': 0, '--seed': 37,
          '--mix-env-ratio': .5, '--max-positions': 60, '--warmup-steps': 0, '--device': 'cpu', '--lr': 1e-3, '--replays': 2,
          '--loss-type': 'dapo'}
 KL_COEF = BY_SIZE['small']['kl_coef']
@@ -88,7 +88,7 @@ CASES = {
     'mix_env_ratio': ({'--mix-env-ratio': 0}, lambda plain, run: set(column(run, 'task_P/fraction')) == {1} != set(column(plain, 'task_P/fraction'))),
     'rare_env_ratio': ({'--rare-env-ratio': 1}, lambda plain, run: rare_prompts(run) == {True} and rare_prompts(plain) == {False}),
     'history_plies': ({'--history-plies': 2, '--mix-env-ratio': 1, '--eval-env': 0}, lambda plain, run: {len(p.split('+')[2].split()) for t in run.tables for p in t['prompt']} == {2}),
-    'easy_first': ({'--easy-first': 2, '--batch-positions': 4}, lambda plain, run: moves_asked(run) == [4, 26, 27, 30]),    # without: 27, 30, 4, 26
+    'easy_first': ({'--easy-first': 2, '--batch-positions': 4, '--seed': 13}, lambda plain, run: moves_asked(run) == [4, 26, 27, 30]),    # without: 27, 30, 4, 26
     'max_positions': ({'--max-positions': 1}, lambda plain, run: len({p for t in run.tables for p in t['prompt']}) == 2),
     'eval_policy': ({'--eval-policy': 3, '--eval-samples': 1}, lambda plain, run: 'best_move_accuracy' in run.said and summary(run, 'P', 'n') == {3}),
     'eval_env': ({'--eval-env': 2, '--eval-samples': 1}, lambda plain, run: 'state_exact' in run.said and summary(run, 'A', 'n') == {2}),
