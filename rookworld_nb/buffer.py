@@ -303,7 +303,8 @@ class CollectorConfig:
                                'own spread is tiny; give batch or none')
         for name, least in (('group_size', 2), ('max_new_tokens_policy', 1), ('max_new_tokens_env', 1)):
             check_count(name, getattr(self, name), least)
-        if not COLDEST <= self.temperature < float('inf'):
+        check_number('temperature', self.temperature)
+        if self.temperature < COLDEST:
             raise SettingError(f'temperature={self.temperature} must be finite and at least {COLDEST}: at 0 all '
                                'completions of a group are alike')
 

@@ -22,7 +22,7 @@ from .hardware import SIZES, HardwareConfig
 from .kl import EXACT_KL, KLConfig
 from .rewards import RewardConfig, RewardTerms, Shaping
 from .tasks import ANSWER_TOKENS, HISTORY_PLIES
-from .trainer import TrainerConfig
+from .trainer import BF16_TOLERANCE, TrainerConfig
 
 # %% ../nbs/27_config.ipynb #13b7e2da
 class RunError(ValueError):
@@ -143,11 +143,12 @@ def trainer_part(
 ) -> TrainerConfig:
     "How experiences become updates."
     exact = not config.bf16 and config.matmul_precision in ('auto', 'highest')
+    tolerance = (1e-3 if exact else BF16_TOLERANCE)*max(1., .7/config.temperature)    # of logits, divided by it
     return part_of(
         TrainerConfig, config, kl=part_of(KLConfig, config), clip_low=config.clip_range,
         clip_high=config.clip_range if config.clip_range_high is None else config.clip_range_high,
         warmup_steps=min(config.warmup_steps, config.steps - 1),
-        identity_tolerance=(1e-3 if exact else .1)*max(1., .7/config.temperature))    # rounded logits, divided by it
+        identity_tolerance=tolerance)
 
 # %% ../nbs/27_config.ipynb #853f1dea
 def collector_part(
@@ -231,16 +232,18 @@ def idle_flags(
         wrong['kl_unbiased'] = f'of no use with --kl-estimator {config.kl_estimator}, which is not sampled'
     if not config.kl_unbiased and config.kl_in_reward:
         wrong['kl_unbiased'] = 'of no use with --kl-in-reward, which leaves no KL in the loss'
-    if config.kl_in_reward and config.kl_coef == 0:
-        wrong['kl_in_reward'] = 'of no use with --kl-coef 0'
+    if config.kl_coef == 0:
+        idle = [name for name in ('kl_in_reward', 'kl_warmup_steps') if values[name]]
+        wrong |= dict.fromkeys(idle, 'of no use with --kl-coef 0')
     if config.use_gae and config.importance_level == 'sequence':
         wrong['importance_level'] = 'not with --use-gae, whose advantages differ from token to token'
     if config.penalty != TrainConfig.penalty and config.reward_shaping == 'binary':
         wrong['penalty'] = 'of no use with --reward-shaping binary, which pays 0 or 1'
     if config.mix_env_ratio == 0 and config.rare_env_ratio not in (TrainConfig.rare_env_ratio, None):
         wrong['rare_env_ratio'] = 'of no use with --mix-env-ratio 0'
-    if config.mix_env_ratio == 1 and config.easy_first:
-        wrong['easy_first'] = 'of no use with --mix-env-ratio 1, without a P: prompt'
+    if config.mix_env_ratio == 1:
+        idle = [name for name in ('easy_first', 'stockfish_path') if values[name]]
+        wrong |= dict.fromkeys(idle, 'of no use with --mix-env-ratio 1, without a P: prompt')
     if config.kl_warmup_factor == 0 and config.kl_warmup_steps >= config.steps:
         wrong['kl_warmup_steps'] = f'the KL would weigh nothing in all of --steps {config.steps}'
     return wrong

@@ -167,6 +167,8 @@ class PartCredit:
         compare: Callable[..., Tensor] = compute_advantages,  # with the run's baseline and scale
     ) -> Tensor:                         # (N, T) fp32, no unit
         "Pay every token what its part deserves."
+        if task not in PART_NAMES:
+            raise SettingError(f'credit: task {task} has no parts that are known; only {" and ".join(PART_NAMES)} have')
         names = [f'{task} {name}' for name in PART_NAMES[task]]
         earned = earnings_table(task, rollouts.texts, judged, self.cfg)
         rows = [token_parts(task, [self.piece(i) for i in row]) for row in rollouts.completion_ids.tolist()]

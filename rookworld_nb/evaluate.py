@@ -190,7 +190,7 @@ def metrics_table(
     check_tasks(samples)
     if isinstance(texts, str):
         raise EvaluationError(f'texts must be a list of completions, not the text {texts!r:.60}')
-    if not samples or not texts or len(texts) % len(samples):
+    if not len(samples) or not len(texts) or len(texts) % len(samples):
         raise EvaluationError(f'{len(texts)} texts for {len(samples)} samples: give the same number for each sample')
     group = len(texts)//len(samples)
     asked = [sample for sample in samples for _ in range(group)]
@@ -227,7 +227,7 @@ def completions(
 def evaluate(
     model: GPT,                           # the policy
     tokenizer: Tokenizer,                 # its own
-    samples: Sequence[Sample],            # held-out prompts with stored targets, both tasks in any order
+    samples: Sequence[Sample],            # with stored targets; for A: of your own see `positions.with_history`
     temperature: float = 0.,              # of sampling; 0 is greedy
     seed: int = 0,                        # of the noise
     scorer: RewardScorer | None = None,   # pays the reward column; None is RewardScorer(), which pays in steps

@@ -5,10 +5,10 @@
 # %% auto #0
 __all__ = ['PRECISIONS', 'COMPILE_MODES', 'logger', 'CGROUPS', 'SIZES', 'OUT_OF_MEMORY', 'HardwareError', 'HardwareConfig',
            'matmul_error', 'exact_precision', 'forward_operations', 'group_operations', 'product_rate', 'measured_rate',
-           'set_allocator', 'prepare_model', 'machine_name', 'use_hardware', 'KeptForBackward', 'Kept', 'tensor_bytes',
-           'kv_cache_bytes', 'adam_bytes', 'proc_bytes', 'container_room', 'trim_memory', 'reset_peak', 'peak_memory',
-           'total_memory', 'MemoryProfile', 'profile_of', 'is_out_of_memory', 'completes', 'memory_limit', 'unchanged',
-           'BatchSearch', 'search_batch', 'profile_lines']
+           'set_allocator', 'prepare_model', 'check_compiler', 'machine_name', 'use_hardware', 'KeptForBackward',
+           'Kept', 'tensor_bytes', 'kv_cache_bytes', 'adam_bytes', 'proc_bytes', 'container_room', 'trim_memory',
+           'reset_peak', 'peak_memory', 'total_memory', 'MemoryProfile', 'profile_of', 'is_out_of_memory', 'completes',
+           'memory_limit', 'unchanged', 'BatchSearch', 'search_batch', 'profile_lines']
 
 # %% ../nbs/11_hardware.ipynb #93a7b872
 import ctypes
@@ -165,6 +165,19 @@ def prepare_model(
     model.decoder = GraphDecoder() if config.cuda_graphs and model.wte.weight.is_cuda else None
     return model
 
+# %% ../nbs/11_hardware.ipynb #5c8eb798
+def check_compiler(
+    mode: str | None,            # of torch.compile; None: nothing is compiled
+    device: torch.device | str,  # where the models are
+) -> None:
+    "Raise HardwareError where nothing can be compiled; the first try takes seconds."
+    if mode is None: return
+    try: torch.compile(lambda x: x + 1)(torch.zeros(2, device=device))
+    except RuntimeError as error:
+        words = [line.strip() for line in str(error).splitlines() if 'compiler' in line.lower()]
+        raise HardwareError(f'--compile {mode}: nothing can be compiled here, most likely for want of a C++ compiler '
+                            f'({words[-1] if words else type(error).__name__})') from error
+
 # %% ../nbs/11_hardware.ipynb #84b53d33
 def machine_name(
     device: torch.device | str,  # cpu, cuda, ...
@@ -177,11 +190,14 @@ def machine_name(
 
 def use_hardware(
     config: HardwareConfig,      # what is wanted
-    device: torch.device | str,  # where the models are
+    device: torch.device | str,  # where the policy is
+    *others: torch.device | str,  # where other models are
 ) -> str:                        # one line that says what is in force
     "Set what holds for the whole process."
     allocator, level = set_allocator(config.cuda_allocator), config.matmul_precision
-    chosen = exact_precision(device) if level == 'auto' else level
+    check_compiler(config.compile, device)
+    exact = {exact_precision(each) for each in (device, *others)}    # the level is one for all of them
+    chosen = level if level != 'auto' else 'medium' if exact == {'medium'} else 'highest'
     torch.set_float32_matmul_precision(chosen)
     torch.backends.cudnn.benchmark = config.cudnn_benchmark
     words = [machine_name(device), f'float32 products: {chosen}' + (' (auto: exact here)' if level == 'auto' else ''),

@@ -133,8 +133,9 @@ def plan_of(
     engine: str,              # name of the engine that answers
 ) -> dict[str, object]:       # plain values
     "What must be the same when a job goes on."
-    sizes = [[str(path), path.stat().st_size] for path in paths]
-    return asdict(job) | {'stockfish_path': None, 'engine': engine, 'files': sizes}
+    sizes = [[path.name, path.stat().st_size] for path in paths]    # they, and the output, may lie elsewhere by now
+    own = {name: value for name, value in asdict(job).items() if name not in ('output', 'stockfish_path')}
+    return own | {'engine': engine, 'files': sizes}
 
 # %% ../nbs/14_labels.ipynb #8906ff95
 def cut_inputs(
@@ -158,6 +159,7 @@ def cut_inputs(
             with text_file(path) as file:
                 for line in file:
                     if fen := fen_in(line): todo[shard_of(fen, job.shards)].write(fen + '\n')
+        for file in todo: file.flush(); os.fsync(file.fileno())
     write_plan(job.folder, facts)
 
 # %% ../nbs/14_labels.ipynb #7820378c
@@ -189,7 +191,7 @@ def label_shard(
             os.fsync(file.fileno())
         note = {'lines': len(done) + written, 'single': single, 'malformed': len(bad), 'failed': len(failed),
                 'first': [bad[:1], failed[:1]]}
-        job.place('note', shard).write_text(json.dumps(note), encoding='utf-8')
+        with replacing(job.place('note', shard)) as aside: aside.write_text(json.dumps(note), encoding='utf-8')
         os.replace(part, job.place('done', shard))
         return True
 

@@ -35,15 +35,17 @@ from .tasks import (
 @dataclass(frozen=True)
 class Sample:
     "One prompt with the completion that would be perfect, both as text."
-    prompt: str      # 'P: fen' or 'A: fen+uci+history+', or whatever another task asks
+    prompt: str      # 'P: fen' or 'A: fen+uci+history+' (A: is put there), or whatever another task asks
     completion: str  # everything after the prompt, without the end token
     task: str = ''   # 'P' (policy) or 'A' (environment), as the prompt says; a task of your own has another name
 
     def __post_init__(self) -> None:
-        if self.task: return
-        try: object.__setattr__(self, 'task', task_of(self.prompt))
+        try: task = self.task or task_of(self.prompt)
         except TaskFormatError as error:
             raise TaskFormatError(f"{error}; one of another task names it: Sample(..., task='sum')") from None
+        object.__setattr__(self, 'task', task)
+        if task == 'A' and not (text := self.prompt.lstrip()).startswith('A:'):    # as the public data has it
+            object.__setattr__(self, 'prompt', f'A: {text}')
 
     @property
     def fen(self) -> str:
@@ -412,6 +414,9 @@ def prompt_pools(
 ) -> dict[str, list[Sample]]:  # 'P' and 'A' -> the samples of that task
     "Sort samples by task, or raise a DataError where the mix cannot be dealt from them."
     pools = by_task(samples)
+    if others := [task for task in pools if task not in ('P', 'A')]:
+        raise DataError(f'samples of task {", ".join(others)}: a mix deals P: and A: prompts; deal others by hand, in '
+                        'lists, one a batch')
     if not isinstance(batch_positions, int) or batch_positions < 1:
         raise DataError(f'batch_positions={batch_positions!r}: a batch needs a whole number of prompts, at least 1')
     for name, share in (('mix_env_ratio', mix_env_ratio), ('rare_env_ratio', rare_env_ratio or 0)):

@@ -7,11 +7,11 @@ __all__ = ['NUMERIC', 'LOWER_IS_BETTER', 'SIGNIFICANT', 'KEYS', 'NUMBERS', 'TASK
            'NOT_REPEATED', 'DEFAULTS', 'DOTS', 'PAGE_STYLE', 'POLICY', 'ReportError', 'logged_rows', 'read_table',
            'RunData', 'read_run', 'ending', 'Html', 'element', 'table_of', 'number', 'rank', 'temperature_name',
            'comparison', 'is_shown', 'plot_differences', 'plot_bands', 'plot_task', 'plot_looks', 'bin_edges',
-           'draw_histograms', 'plot_distributions', 'Finding', 'findings', 'ranges', 'plot_lights', 'pick_samples',
-           'sample_card', 'samples_of', 'start_limits', 'first_update', 'changed_settings', 'command_line', 'png_of',
-           'draw', 'figure_of', 'Section', 'section', 'clock_text', 'dot', 'events_section', 'facts', 'heading',
-           'own_reward', 'change_row', 'changes_section', 'course_section', 'lights_section', 'start_section',
-           'samples_section', 'default_words', 'settings_section', 'page', 'report']
+           'draw_histograms', 'tasks_in', 'plot_distributions', 'Finding', 'findings', 'ranges', 'plot_lights',
+           'pick_samples', 'sample_card', 'samples_of', 'start_limits', 'first_update', 'changed_settings',
+           'command_line', 'png_of', 'draw', 'figure_of', 'Section', 'section', 'clock_text', 'dot', 'events_section',
+           'facts', 'heading', 'own_reward', 'change_row', 'changes_section', 'course_section', 'lights_section',
+           'start_section', 'samples_section', 'default_words', 'settings_section', 'page', 'report']
 
 # %% ../nbs/32_report.ipynb #1172b65e
 import base64
@@ -380,12 +380,20 @@ def draw_histograms(
         axes.xaxis.set_major_locator(MaxNLocator(8, integer=form == '.0f'))
 
 # %% ../nbs/32_report.ipynb #847120c8
+def tasks_in(
+    found: Iterable[str],  # tasks of rows, in any order
+) -> list[str]:  # each once; P and A first
+    "Which tasks there are."
+    known = dict.fromkeys(found)
+    return [task for task in dict.fromkeys([*TASKS, *known]) if task in known]
+
+
 def plot_distributions(
     tables: Mapping[int, pd.DataFrame],  # step -> completions; of these the first and the last are drawn
 ) -> Picture | None:  # None where there are no completions
     "Rewards and lengths of the first and of the last batch, task by task."
     ends = {step: tables[step] for step in (min(tables), max(tables))} if tables else {}
-    tasks = [task for task in TASKS if any((table['task'] == task).any() for table in ends.values())]
+    tasks = tasks_in(task for table in ends.values() for task in table['task'])
     if not tasks:
         return None
     length = 'tokens' if all('tokens' in table for table in ends.values()) else 'characters'
@@ -511,7 +519,7 @@ def samples_of(
     columns = [element('div', element('h4', f'step {step}'),
                        *(sample_card(row, place) for row, place in zip(part.to_dict('records'), RANKS[len(part)])))
                for step, part in chosen.items()]
-    title = element('h3', f'{task}: {TASKS[task]}')
+    title = element('h3', f'{task}: {TASKS[task]}' if task in TASKS else task)
     return element('div', title, element('div', *columns, class_='beside')) if columns else None
 
 # %% ../nbs/32_report.ipynb #8f177e79
@@ -593,7 +601,8 @@ def draw(
             raise ReportError(f'{run.folder/"config.json"}: kl_target is {target!r}, not a number')
         pictures['curves'] = plot_curves(run.metrics, target)
         pictures['bands'] = plot_bands(run.metrics)
-        pictures |= {f'task_{task}': plot_task(run.metrics, task) for task in TASKS}
+        tasks = tasks_in(name[5:-7] for name in run.metrics if name.startswith('task_') and name.endswith('/reward'))
+        pictures |= {f'task_{task}': plot_task(run.metrics, task) for task in tasks}
         pictures['looks'] = plot_looks(run.metrics, run.changes)
         found = findings(run.steps, run.judged)
         pictures['lights'] = plot_lights(run.steps, run.judged, [each.metric for each in found])
@@ -755,6 +764,8 @@ def course_section(
         'task_A': 'The reward of environment completions, and each of its parts.',
         'looks': 'Greedy answers to held-out prompts, every few steps. Dashed: before the first step.',
         'distributions': 'The first batch that was written down, in grey, and the last. Dashed: the means.'}
+    words |= {name: f'The reward of {name[5:]}, and each of its parts.' for name in pictures
+              if name.startswith('task_') and name not in words}
     return section('How it went', *(figure_of(pictures, name, caption) for name, caption in words.items()))
 
 # %% ../nbs/32_report.ipynb #4688bd97
@@ -801,7 +812,7 @@ def samples_section(
 ) -> Section | None:  # None without completions
     "Best, median and worst completions from the start, the middle and the end."
     tables = {step: read_table(run.tables[step]) for step in spread(list(run.tables))}
-    parts = [part for task in TASKS if (part := samples_of(tables, task)) is not None]
+    parts = [samples_of(tables, task) for task in tasks_in(task for table in tables.values() for task in table['task'])]
     note = 'From the first, the middle and the last table: the best, the median and the worst completion by reward.'
     return section('What the model wrote', element('p', note), *parts) if parts else None
 
@@ -811,6 +822,7 @@ def default_words(
 ) -> str:  # '-' for one that this version does not know
     "What a setting has where nothing is said; some are left to the size of the model."
     small, large = BY_SIZE.values()
+    if name == 'credit': return 'part, or answer where a setting needs whole answers'
     if name in small: return f'{as_text(small[name])} for a small model, {as_text(large[name])} for a large one'
     return as_text(DEFAULTS[name]) if name in DEFAULTS else '-'
 
@@ -909,5 +921,6 @@ def report(
     text = page(run, pictures)
     (run.folder/'figures').mkdir(exist_ok=True)
     for name, png in pictures.items():
-        write_atomic(run.folder/'figures'/f'{name}.png', png)
+        plain = re.sub(r'\W', '-', name)    # a task may have any name
+        write_atomic(run.folder/'figures'/f'{plain}.png', png)
     return write_atomic(run.folder/'report.html', text.encode('utf-8', 'backslashreplace'))

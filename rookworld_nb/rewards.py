@@ -8,12 +8,13 @@ __all__ = ['Shaping', 'ADDITIVE', 'Scaling', 'RANGES', 'POSITIVE', 'CURVES', 'PA
            'scale_score', 'PolicyTruth', 'policy_format', 'candidate_gains', 'candidates_score', 'eval_gains',
            'evals_score', 'best_score', 'env_scores', 'Judged', 'read_policy', 'read_env', 'judge_policy', 'judge_env',
            'judge', 'ladder_rung', 'shape_reward', 'MissingTarget', 'BadScores', 'refuse_lost', 'BadTarget',
-           'EngineSilent', 'Analyser', 'stored_truth', 'rules_truth', 'engine_truth', 'find_truth', 'RunningNorm',
-           'running_norms', 'blend_shares', 'component_row', 'component_table', 'engine_questions', 'Scores',
-           'PatientEngine', 'find_truths', 'judge_rows', 'default_reward', 'name_of', 'call_reward_fn', 'plain_rewards',
-           'final_rewards', 'RewardScorer']
+           'EngineSilent', 'Analyser', 'stored_truth', 'check_rows', 'rules_truth', 'engine_truth', 'find_truth',
+           'RunningNorm', 'running_norms', 'blend_shares', 'component_row', 'component_table', 'engine_questions',
+           'Scores', 'PatientEngine', 'find_truths', 'judge_rows', 'default_reward', 'name_of', 'call_reward_fn',
+           'plain_rewards', 'final_rewards', 'RewardScorer']
 
 # %% ../nbs/05_rewards.ipynb #b4f48dd3
+import copy
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
@@ -397,6 +398,21 @@ def stored_truth(
         raise BadTarget(f'target {target!r}: {wrong[0]} is illegal in {fen} or listed twice')
     return PolicyTruth.make(fen, answer.moves, answer.evals)
 
+
+def check_rows(
+    prompts: Sequence[str],         # N
+    completions: Sequence[str],     # N
+    targets: Sequence[str | None],  # N
+) -> None:
+    """Raise BadTarget for columns of different length, and for what is no text: pandas has NaN where nothing is."""
+    if not len(prompts) == len(completions) == len(targets):
+        raise BadTarget(f'{len(prompts)} prompts, {len(completions)} completions and {len(targets)} targets; '
+                        'give as many of each, a prompt once for every completion of it')
+    for what, column in (('prompt', prompts), ('completion', completions), ('target', targets)):
+        for row, text in enumerate(column):
+            if not isinstance(text, str) and (what != 'target' or text is not None):
+                raise BadTarget(f'the {what} of row {row} is {text!r}, not a text' + ' or None'*(what == 'target'))
+
 # %% ../nbs/05_rewards.ipynb #da6725b0
 @lru_cache(maxsize=1024)
 def rules_truth(
@@ -615,9 +631,7 @@ def judge_rows(
 ) -> list[Judged | None]:                  # one per completion; None: nobody could say what is right
     """Find every truth and judge every completion; no row depends on another."""
     targets = [None]*len(prompts) if targets is None else targets
-    if not len(prompts) == len(completions) == len(targets):
-        raise BadTarget(f'{len(prompts)} prompts, {len(completions)} completions and {len(targets)} targets; '
-                        'give as many of each, a prompt once for every completion of it')
+    check_rows(prompts, completions, targets)
     truths = find_truths(prompts, targets, engine)
     return [None if truth is None else judge(text, truth, cfg) for text, truth in zip(completions, truths)]
 
@@ -644,10 +658,11 @@ def call_reward_fn(
     prompts: Sequence[str],      # N
     completions: Sequence[str],  # N
     components: pd.DataFrame,    # N rows; stays as it is
-) -> list[float]:                # N rewards
+) -> list[float]:                # N rewards; 0 for what nobody could judge
     """Ask a function of somebody's own; what is not N numbers is refused."""
     given = reward_fn(prompts, completions, components.copy())
-    return plain_rewards(given, len(completions), f'reward_fn={name_of(reward_fn)}')
+    rewards = plain_rewards(given, len(completions), f'reward_fn={name_of(reward_fn)}')
+    return [reward if judged else 0. for reward, judged in zip(rewards, components['raw'].notna())]
 
 # %% ../nbs/05_rewards.ipynb #c2aa8bfe
 def plain_rewards(
@@ -707,7 +722,9 @@ class RewardScorer:
     def for_evaluation(self) -> 'RewardScorer':
         """The same scorer without curriculum and normalisation: one yardstick for before and after."""
         steady = replace(self.cfg, reward_warmup_steps=0, normalize_rewards=False)
-        return RewardScorer(steady, self.engine, reward_fn=self.reward_fn)
+        other = copy.copy(self)    # one of a class of somebody's own stays of that class
+        RewardScorer.__init__(other, steady, self.engine, reward_fn=self.reward_fn)
+        return other
 
     def state_dict(self) -> dict[str, Any]:
         """The call counter and the running averages, as plain numbers."""

@@ -6,7 +6,7 @@
 __all__ = ['logger', 'MATE_REWARD', 'DRAW_REWARD', 'ILLEGAL_REWARD', 'ORDINARY_REWARD', 'MATE_SCORE', 'PATIENCE', 'LABEL_NODES',
            'InvalidFen', 'parse_board', 'legal_moves', 'EnvStep', 'move_reward', 'env_step', 'fen_key',
            'win_probability', 'Candidate', 'EngineNotFound', 'EngineError', 'find_stockfish', 'CacheError',
-           'AnalysisCache', 'Stockfish', 'StockfishPool']
+           'AnalysisCache', 'check_cache', 'Stockfish', 'StockfishPool']
 
 # %% ../nbs/03_rules.ipynb #976a2a6a
 import functools
@@ -324,6 +324,17 @@ class AnalysisCache(_Closing):
         with self._lock:
             if self._db is not None and self._owner == os.getpid(): self._db.close()
             self._db = self._owner = None
+
+# %% ../nbs/03_rules.ipynb #a14f3edf
+def check_cache(
+    path: str | Path,  # of an `AnalysisCache`
+) -> None:
+    "Raise CacheError where no answers can be kept; a file that is not there is not made."
+    with AnalysisCache(path) as cache:
+        place = next(each for each in (cache.path, *cache.path.absolute().parents) if each.exists())
+        if place == cache.path: cache.get('')    # which reads it
+        if not os.access(place, os.W_OK) or place != cache.path and not place.is_dir():
+            raise CacheError(f"engine cache {str(path)!r}: {place} cannot be written to")
 
 # %% ../nbs/03_rules.ipynb #8e5397fe
 class Stockfish(_KeptEngine):

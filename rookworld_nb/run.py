@@ -35,6 +35,7 @@ from .evaluate import chance_line, compare, recall_table, select_rows
 from .flags import as_text
 from .hardware import (
     HardwareError, is_out_of_memory, profile_of, total_memory, trim_memory)
+from .kl import SettingError
 from .model import GPT
 from .positions import locked
 from .ranks import ALONE, Ranks, agree
@@ -408,15 +409,16 @@ def next_row(
         finally:    # the step is whole, with its look or without
             metrics['time'] = time.time()
             run.settled, run.console = True, writer.log(metrics)
-        if arrived := run.buffer.arrived: writer.table(step, pd.concat([e.table for e in arrived], ignore_index=True))
-        if run.trainer.broken is not None: writer.table(step, run.trainer.broken, 'skipped')
+            if step % run.config.save_every == 0: run.trainer.propose()    # if the next samples find it sound
+            tables = [experience.table for experience in run.buffer.arrived]
+            if tables: writer.table(step, pd.concat(tables, ignore_index=True))
+            if run.trainer.broken is not None: writer.table(step, run.trainer.broken, 'skipped')
         if run.trainer.failed is not None: save_failed(run)
         if step % run.config.save_every == 0:
             if run.ranks.size > 1: agree(run.ranks, weights=fingerprint(model_bytes(run.model)))
-            run.trainer.propose()    # what a recovery may go back to, if the next fresh samples find it sound
             save_run(run, f'checkpoint-{step}')
             trim_memory()    # less than a step's time, and so not after each
-        for other in others: other.log(metrics)    # guests last: where one fails, what is ours is whole
+        for other in others: other.log(dict(metrics))    # guests last: where one fails, what is ours is whole
         return metrics
 
 # %% ../nbs/31_run.ipynb #862d421a
@@ -471,8 +473,10 @@ def move_lever(
     if not finite or least == 'above' and value == 0:
         raise RunError(f'{name} {value!r}: must be finite and {least} 0')
     before, value = levers(run)[name], float(value)    # a checkpoint takes plain numbers
-    if name == 'kl_coef': run.trainer.kl.load_state_dict({'kl_coef': value})
-    else: run.trainer.health.lr_scale = value
+    try:
+        if name == 'kl_coef': run.trainer.kl.load_state_dict({'kl_coef': value})
+        else: run.trainer.health.lr_scale = value
+    except SettingError as error: raise RunError(str(error)) from None
     return {'before': before, 'value': value}
 
 # %% ../nbs/31_run.ipynb #b43a5855

@@ -29,7 +29,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property, partial
-from itertools import islice, product
+from itertools import product
 from multiprocessing import get_context, parent_process
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -51,7 +51,7 @@ from .monitor import BLUE, MUTED, ORANGE, Picture
 from .records import metric_rows, optional_module, write_atomic
 from .report import command_line, png_of
 from .rewards import RewardScorer
-from .run import Run, finish, make_folder
+from .run import Run, finish, is_going_on, make_folder
 from .setup import Setup, updates_per_batch
 
 # %% ../nbs/34_scale.ipynb #47fa9075
@@ -136,7 +136,8 @@ def check_value(
     try: trial_config(search, point)
     except ValueError:
         ends = [part if isinstance(part, Choices) else part[:2] for part in search.dimensions.values()]
-        if not any(map(fits, islice(product(*ends), 1000))): raise
+        lots = random.Random(0)
+        if not any(fits([lots.choice(part) for part in ends]) for _ in range(1000)): raise
 
 # %% ../nbs/34_scale.ipynb #34ca7278
 def fields_of(
@@ -322,13 +323,15 @@ def train_trial(
     "Train until the end, divergence or hopelessness."
     done = (row for row in metric_rows(run.folder/'metrics.jsonl') if row['step'] <= run.trainer.step)
     rewards, config = {row['step']: row['reward'] for row in done}, run.config
+    judged = search.prune and not (config.reward_warmup_steps or config.easy_first)    # which change rewards themselves
+    if judged and (why := hopeless([*rewards.values()], config.steps, updates_per_batch(run))):
+        return why    # it was broken off in the step after which it is judged
     with closing(run.steps()) as steps:
         for row in steps:
             rewards[row['step']] = row['reward']
             trial.report(row['reward'], int(row['step']))
-            if search.prune and not config.reward_warmup_steps:
-                if why := hopeless([*rewards.values()], config.steps, updates_per_batch(run)):
-                    return why
+            if judged and (why := hopeless([*rewards.values()], config.steps, updates_per_batch(run))):
+                return why
     return run.trainer.stop_reason if run.trainer.diverged else ''
 
 
@@ -338,6 +341,7 @@ def run_trial(
     place: Path,     # the run folder
 ) -> Verdict:
     "Train at the trial's point, or go on after a kill, and examine."
+    while place.exists() and is_going_on(place): time.sleep(POLL)    # whoever was written off leaves after its step
     point = {name: suggest(trial, name, part) for name, part in search.dimensions.items()}
     config = trial_config(search, point, output_dir=str(place), resume=(place/'config.json').exists())
     trial.set_user_attr('command', command_line(asdict(config)))
@@ -477,7 +481,8 @@ def outcome_of(
     try:
         return run_trial(trial, search, place)
     except KeyboardInterrupt:
-        trial.set_user_attr('interrupted', True)
+        with suppress(optional_module('optuna', 'search').exceptions.UpdateFinishedTrialError):
+            trial.set_user_attr('interrupted', True)
         raise
     except Exception as error:
         said = traceback.format_exc()
@@ -502,7 +507,7 @@ def in_words(
 
 # %% ../nbs/34_scale.ipynb #3145b2ff
 class TakenTwice(BaseException):
-    "Another process has the same trial: SQLite cannot keep two from taking it at the same instant. No outcome is told."
+    "Another process has the same trial: both took it at one instant, or this one was thought dead. No outcome is told."
 
 
 def claim(
@@ -543,9 +548,13 @@ def attempt(
         trial.set_user_attr('ended', {'outcome': 'torn up'})
         raise SearchError('somebody else has this ticket')
     study.sampler = optuna.samplers.TPESampler(seed=(trial_config(search).seed*100_003 + trial.number) % 2**32)
-    start, verdict = time.perf_counter(), outcome_of(trial, search, search.folder/f'trial-{ticket:04d}')
-    facts = verdict._asdict() | {'seconds': time.perf_counter() - start}
-    trial.set_user_attr('ended', {name: value for name, value in facts.items() if value == value})    # no NaN in JSON
+    start = time.perf_counter()
+    try:
+        verdict = outcome_of(trial, search, search.folder/f'trial-{ticket:04d}')
+        facts = verdict._asdict() | {'seconds': time.perf_counter() - start}
+        trial.set_user_attr('ended', {name: value for name, value in facts.items() if value == value})    # no NaN
+    except optuna.exceptions.UpdateFinishedTrialError:    # this process slept, or a clock jumped: another goes on
+        raise TakenTwice(f'trial {trial.number} was written off') from None
     if verdict.outcome == 'error':
         raise SearchError(verdict.reason)
     if math.isnan(verdict.gain):
@@ -814,7 +823,7 @@ def plot_slices(
     table: pd.DataFrame,      # of `trial_table`
     settings: Sequence[str],  # its columns to look at
 ) -> Picture:
-    "Gain of every trial, with its 95 % interval, by the value of each setting; blue: success, crosses: no gain."
+    "Gain of every trial, with its 95 % interval, by the value of each setting; blue: success, a cross: not measured."
     won, none, width = table['outcome'] == 'success', table['gain'].isna(), 2.2*len(settings) + .6
     picture = Picture(width, 2.6)
     panels = picture.grid(1, len(settings), sharey=True)

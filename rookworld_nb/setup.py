@@ -39,7 +39,7 @@ from .positions import (
     warn_malformed, with_history)
 from .ranks import ALONE, Ranks, torch_device
 from .rewards import PatientEngine, RewardScorer, default_reward, engine_questions, name_of
-from .rules import LABEL_NODES, Stockfish
+from .rules import LABEL_NODES, Stockfish, check_cache
 from .tasks import parse_env
 from .trainer import Trainer
 from .weights import load_pretrained
@@ -208,6 +208,7 @@ def open_engine(
     "Start the engine that a run asks for."
     if config.stockfish_path is None:
         return None
+    if config.engine_cache: check_cache(config.engine_cache)
     engine = undo.enter_context(Stockfish(config.stockfish_path, LABEL_NODES, cache=config.engine_cache))
     logger.info('Engine: %s', engine.name)
     return engine
@@ -265,7 +266,7 @@ class Setup:
             self.engine = open_engine(config, undo)
             self.model, self.tokenizer = load_pretrained(config.model, device)
             self.reference = copy.deepcopy(self.model).requires_grad_(False).to(elsewhere)
-            self.hardware = use_hardware(config, device)    # one line that says how the machine is used
+            self.hardware = use_hardware(config, device, elsewhere)    # one line that says how the machine is used
             for model in (self.model, self.reference): prepare_model(model, config)
             full = config.for_size(num_parameters(self.model))
             self.samples, self.heldout = shortened(full, self.samples, self.heldout)

@@ -36,7 +36,7 @@ from .evaluate import completions, mean_interval, wilson_interval
 from .model import GPT
 from .positions import PUZZLES, random_endgame, random_play, text_file
 from .rewards import read_env, read_policy
-from .rules import Stockfish, env_step, fen_key, find_stockfish, legal_moves
+from .rules import Stockfish, env_step, fen_key, find_stockfish, legal_moves, parse_board
 from .tasks import (
     ANSWER_TOKENS, HISTORY_PLIES, EnvAnswer, PolicyAnswer, env_prompt, is_fen, parse_policy, policy_prompt)
 
@@ -80,7 +80,7 @@ def lichess_puzzle(
     """A row of the Lichess puzzle database."""
     if missing := [name for name in ('PuzzleId', 'FEN', 'Moves') if not row.get(name)]:
         raise SuiteError(f'a Lichess puzzle needs {", ".join(missing)}')
-    board, moves, questions = chess.Board(row['FEN']), row['Moves'].split(), []
+    board, moves, questions = parse_board(row['FEN']).copy(stack=False), row['Moves'].split(), []
     if not moves or len(moves) % 2:
         raise SuiteError(f'{row["Moves"]!r}: the opponent moves first, and the solver last')
     for number, uci in enumerate(moves):
@@ -125,7 +125,8 @@ def epd_puzzle(
     right = (bm or (legal if am else top)) - am
     if not right:
         raise SuiteError('no right move: an EPD puzzle needs bm, am, or c8 with c9')
-    return Puzzle(str(operations.get('id', name)), 'epd', (Question(board.fen(), right, points),))
+    if wrong := sorted(right - legal): raise SuiteError(f'the move {wrong[0]} is not legal')    # en passant, of no pawn
+    return Puzzle(str(operations.get('id', name)), 'epd', (Question(parse_board(board.fen()).fen(), right, points),))
 
 # %% ../nbs/23_suites.ipynb #7e49fe17
 def bigbench_puzzle(
@@ -486,7 +487,7 @@ def self_play(
 ) -> pd.DataFrame:          # one row a game: opening, legal, exact (half-moves), end (illegal, unreadable, over, limit)
     """Play games with oneself, all side by side, until a move is illegal in the true position."""
     check_games(fens, max_plies)
-    games = [_SelfGame(chess.Board(fen), chess.Board(fen).fen()) for fen in fens]
+    games = [_SelfGame(parse_board(fen).copy(stack=False), parse_board(fen).fen()) for fen in fens]
     while running := [game for game in games if not game.end]:
         for game, answer in zip(running, player([game.shown for game in running]), strict=True):
             game.move(answer.best)
@@ -528,11 +529,11 @@ def uci_board(
 ) -> chess.Board:          # where the other program stands
     """Set up what another program describes."""
     start, _, moves = f'{" ".join(words)} '.partition(' moves ')
-    board = chess.Board() if start.strip() == 'startpos' else chess.Board(start.removeprefix('fen ').strip())
+    fen = chess.STARTING_FEN if start.strip() == 'startpos' else start.removeprefix('fen ').strip()
+    board = parse_board(fen).copy(stack=False)    # raises InvalidFen where nobody could play
     for uci in moves.split():
-        board.push_uci(uci)
-    legal_moves(board.fen())  # raises InvalidFen where nobody could play
-    policy_prompt(board.fen())  # and TaskFormatError where a counter has more digits than a prompt
+        if not board.push_uci(uci): raise SuiteError(f'{uci} is no move')    # python-chess lets a side pass
+    policy_prompt(board.fen())  # raises TaskFormatError where a counter has more digits than a prompt
     return board
 
 # %% ../nbs/23_suites.ipynb #7390e45d
@@ -609,7 +610,7 @@ def play_match(
     """Play every opening with both colours, all games side by side."""
     check_games(fens, max_plies)
     rng = random.Random(f'{seed} match')
-    games = [_MatchGame(fen, colour, chess.Board(fen)) for fen in fens for colour in chess.COLORS]
+    games = [_MatchGame(fen, colour, parse_board(fen).copy(stack=False)) for fen in fens for colour in chess.COLORS]
     while running := [game for game in games if not game.end(max_plies)]:
         mine, theirs = ([game for game in running if (game.board.turn == game.colour) == own] for own in (True, False))
         for game in theirs:

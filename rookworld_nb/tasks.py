@@ -64,7 +64,8 @@ def _check_plain(name: str, text: str) -> str:
     return text
 
 def _pawns(value: float) -> str:
-    text = str(round(float(value), 2) + 0.0) if isinstance(value, Real) else ''   # + 0.0 turns -0.0 into 0.0
+    fits = isinstance(value, Real) and abs(value) < 1e9
+    text = str(round(float(value), 2) + 0.0) if fits else ''   # + 0.0 turns -0.0 into 0.0
     if not _NUMBER.fullmatch(text): raise TaskFormatError(f"an evaluation must be pawns, below 10**9, not {value!r}")
     return text
 
@@ -122,7 +123,8 @@ def format_env(
     truncated: bool,                # the move was illegal
 ) -> str:                           # an A: line without a line end
     "An environment line: position, move, history, next position, reward, two flags."
-    if not isinstance(reward, Real) or not _NUMBER.fullmatch(written := str(float(reward) + 0.0)):
+    fits = isinstance(reward, Real) and abs(reward) < 1e9
+    if not fits or not _NUMBER.fullmatch(written := str(float(reward) + 0.0)):
         raise TaskFormatError(f"the reward must be a finite number of up to 9 + 9 digits, not {reward!r}")
     for name, flag in (('terminated', terminated), ('truncated', truncated)):
         if flag not in (0, 1): raise TaskFormatError(f"{name} must be a flag, 0 or 1, not {flag!r}")

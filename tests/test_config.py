@@ -22,6 +22,7 @@ from rookworld_nb.trainer import TrainerConfig
     (dict(kl_spike_factor=.5), 'kl_spike_factor=0.5 must be above 1'), (dict(kl_in_reward=True, kl_unbiased=False), '--no-kl-unbiased: of no use with --kl-in-reward'),
     (dict(kl_control='adaptive', kl_coef=0.), '--kl-coef 0.0'), (dict(use_gae=True, drop_tied=True), '--drop-tied: not with --use-gae'),
     (dict(use_gae=True, importance_level='sequence'), '--importance-level sequence: not with --use-gae'), (dict(kl_coef=0., kl_in_reward=True), '--kl-in-reward: of no use with --kl-coef 0'),
+    (dict(kl_coef=0., kl_warmup_steps=2), '--kl-warmup-steps 2: of no use with --kl-coef 0'), (dict(mix_env_ratio=1., stockfish_path='x'), '--stockfish-path x: of no use with --mix-env-ratio 1'),
     (dict(use_gae=True, baseline_type='ema'), '--baseline-type ema: not with --use-gae'), (dict(temperature=0.), 'temperature'),
     (dict(group_size=1), 'group_size'), (dict(group_size=0, micro_batch_size=8), 'group_size'), (dict(lr_schedule='cosin'), 'cosin'), (dict(reward_shaping='nice'), 'nice'),
     (dict(kl_estimator='k3'), 'k3'), (dict(lr=-1.), 'lr'), (dict(max_positions=0), '--max-positions 0'),

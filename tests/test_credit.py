@@ -15,6 +15,7 @@ from rookworld_nb.buffer import Collector, idle_groups, stored_groups
 from rookworld_nb.config import RunError, TrainConfig
 from rookworld_nb.credit import PART_NAMES, PartCredit, earnings_table, part_advantages, share_with_list, token_parts
 from rookworld_nb.grpo import EMATracker, compute_advantages
+from rookworld_nb.kl import SettingError
 from rookworld_nb.positions import shipped
 from rookworld_nb.rewards import RewardConfig, RewardScorer
 from rookworld_nb.run import Run
@@ -213,3 +214,8 @@ def test_a_price_of_the_kl_belongs_to_whole_answers(tmp_path):
     run = Run(TrainConfig(eval_policy=0, eval_env=0, output_dir=str(tmp_path/'run')))
     with pytest.raises(ValueError, match='no credit by part'):
         Collector(run.model, run.reference, run.tokenizer, [], run.scorer, penalty=lambda: 1., credit=run.collector.credit)
+
+
+def test_a_task_without_known_parts_is_refused():
+    with pytest.raises(SettingError, match='credit: task letters has no parts that are known; only P and A have'):
+        PartCredit(RewardConfig(reward_shaping='continuous'), load_pretrained('nano')[1])('letters', None, [])

@@ -448,3 +448,11 @@ def test_no_interval_leaves_what_a_measure_can_be():
     table = pd.DataFrame({'task': 'A', 'temperature': 0., 'prompt': range(5)} | dict.fromkeys(TASK_METRICS['A'], near))
     assert summarise(table).loc[('A', 0., 'fen_similarity'), 'high'] == 1 < summarise(table).loc[('A', 0., 'reward'), 'high']
     assert {metric.unit for metrics in TASK_METRICS.values() for metric in metrics.values()} == {*BOUNDS, 'share'}
+
+
+def test_a_stored_column_can_be_measured_again():
+    samples = shipped('heldout')[:4]
+    table = metrics_table(samples, [sample.completion for sample in samples])
+    for texts in (table['completion'], table['completion'].to_numpy()):
+        pd.testing.assert_frame_equal(metrics_table(samples, texts), table)
+    with pytest.raises(EvaluationError, match='0 texts'): metrics_table(samples, table['completion'][:0])

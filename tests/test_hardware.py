@@ -380,3 +380,18 @@ def test_threads_that_wait_leave_their_core_to_others(given, spins):
     told = subprocess.run([sys.executable, '-c', load], env=usual | given | {'OMP_DISPLAY_ENV': 'VERBOSE'},
                           capture_output=True, text=True, check=True, timeout=120).stderr
     assert f"GOMP_SPINCOUNT = '{spins}'" in told
+
+
+def test_the_level_suits_every_device_that_multiplies(monkeypatch):
+    monkeypatch.setattr(hardware, 'exact_precision', lambda device: 'medium' if device == 'cpu' else 'highest')
+    for others, level in (((), 'medium'), (('cpu',), 'medium'), (('meta',), 'highest')):
+        assert f'float32 products: {level} (auto' in use_hardware(HardwareConfig(), 'cpu', *others) and torch.get_float32_matmul_precision() == level
+    assert 'float32 products: medium;' in use_hardware(HardwareConfig(matmul_precision='medium'), 'cpu', 'meta')
+
+
+def test_a_machine_that_cannot_compile_says_so_at_once(monkeypatch):
+    def refuse(*what): raise RuntimeError('backend raised:\nInvalidCxxCompiler: No working C++ compiler found\nand so on')
+    monkeypatch.setattr(torch, 'compile', lambda function: refuse)
+    with pytest.raises(HardwareError, match='--compile default: nothing can be compiled here.*InvalidCxxCompiler: No working'):
+        use_hardware(HardwareConfig(compile='default'), 'cpu')
+    use_hardware(HardwareConfig(), 'cpu')

@@ -423,3 +423,14 @@ def test_an_interruption_while_workers_start_ends_those_that_run(tmp_path, monke
     (tmp_path/'in.txt').write_text('\n'.join(games(5)))
     with pytest.raises(KeyboardInterrupt): label_files(Labelling(str(tmp_path/'out.txt'), shards=2), [str(tmp_path/'in.txt')], 3)
     assert len(stopped) == 3
+
+
+def test_a_job_goes_on_where_it_was_moved_to(quick, tmp_path, monkeypatch):
+    (was := tmp_path/'was').mkdir()
+    (was/'in.txt').write_text('\n'.join(games(5)))
+    monkeypatch.chdir(was)
+    cut_inputs(Labelling('out.txt', nodes=50), [Path('in.txt')], Engine.name)
+    moved = was.rename(tmp_path/'now')
+    monkeypatch.chdir(tmp_path)
+    quick(Labelling(str(moved/'out.txt'), nodes=50), [str(moved/'in.txt')])
+    assert len((moved/'out.txt').read_text().splitlines()) == 5

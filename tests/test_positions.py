@@ -293,3 +293,15 @@ def test_a_curriculum_sorts_the_prompts_that_a_run_begins_with_and_no_others(env
     assert counts == sorted(counts) and len({*counts}) > 5
     assert {*easy} == {*usual} and easy != usual and [s for s in easy if s.task == 'A'] == [s for s in usual if s.task == 'A']
     assert [mixes[0].batch(k) for k in (9, 4)] == [mixes[1].batch(k) for k in (9, 4)] and mixes[0].stream.pool == mixes[1].stream.pool
+
+
+def test_a_prompt_as_the_public_data_has_it_gets_its_prefix():
+    sample = next(sample for sample in shipped('heldout') if sample.task == 'A')
+    bare = Sample(sample.prompt.removeprefix('A: '), sample.completion)
+    assert bare == sample and Sample(f' {bare.prompt}', '').prompt == f' {sample.prompt}' and replace(bare, completion='') == replace(sample, completion='')
+
+
+def test_a_mix_says_that_it_does_not_deal_other_tasks():
+    own = [Sample('write', '', task='letters')]
+    for samples in (own, own + shipped('heldout')):
+        with pytest.raises(DataError, match='samples of task letters: a mix deals P: and A: prompts'): PromptMix(samples, 2, 0.)

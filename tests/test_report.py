@@ -538,3 +538,17 @@ def test_what_rounding_may_clip_is_no_failed_start(tmp_path, ends, judged):
     write_json(tmp_path/'run'/'config.json', config)
     found = {name: passed for name, *_, passed in first_update(read_run(tmp_path/'run'))}
     assert ('clip_ratio/region_mean' in found) == judged and found['ratio_max'] and found['kl']
+
+
+def test_another_task_is_shown(tmp_path):
+    with RunWriter(tmp_path) as writer:
+        for step in (1, 2):
+            writer.log({'step': step, 'loss': .1, 'reward': .5, 'reward_std': .2, 'task_P/fraction': 0., 'step_time': 1., 'task_my letters/reward': .1*step})
+            writer.table(step, [row | {'task': 'my letters'} for row in completions(step) if row['task'] == 'P'])
+    text = report(tmp_path).read_text()
+    assert '<h3>my letters</h3>' in text and 'text-2-P-0' in text and 'The reward of my letters' in text
+    assert {path.stem for path in (tmp_path/'figures').iterdir()} >= {'task_my-letters', 'distributions'}
+
+
+def test_the_default_of_what_is_compared_is_said():
+    assert default_words('credit') == 'part, or answer where a setting needs whole answers' and default_words('lr').endswith('for a large one')

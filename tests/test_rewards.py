@@ -650,3 +650,31 @@ def test_scores_of_ones_own_that_do_not_fit_say_so(rewards, columns, words):
 def test_scores_may_be_whole_numbers():
     scores = Scores([0, 1], pd.DataFrame({'task': 'P', 'raw': [0., 1.], 'reward': [0., 1.]}))
     assert scores.rewards.dtype == torch.float32 and scores.rewards.tolist() == [0, 1]
+
+
+@pytest.mark.parametrize('prompt, completion, target, said', [
+    (P, GOOD, math.nan, 'the target of row 1 is nan, not a text or None'), (P, math.nan, TARGET, 'the completion of row 1 is nan, not a text$'),
+    (None, GOOD, TARGET, 'the prompt of row 1 is None, not a text$')])
+def test_what_pandas_has_where_nothing_is_gets_a_sentence(prompt, completion, target, said):
+    with pytest.raises(BadTarget, match=said): RewardScorer()([P, prompt], [GOOD, completion], [TARGET, target])
+    table = pd.DataFrame({'prompt': [P, A], 'completion': [GOOD, RIGHT], 'target': [TARGET, None]}, dtype=object)
+    assert RewardScorer()(table['prompt'], table['completion'], table['target']).rewards[1] == 1
+
+
+def test_an_answer_that_nobody_could_judge_earns_nothing_from_a_reward_of_ones_own():
+    samples, answers = positions_with_answers(4)
+    scorer = RewardScorer(RewardConfig(), Failing(answers, lambda fen: fen == samples[1].fen), reward_fn=lambda prompts, completions, table: table['best'])
+    scores = scorer([sample.prompt for sample in samples], [GOOD]*4)
+    assert scores.components['raw'].isna().tolist() == [False, True, False, False] and scores.rewards[1] == 0 and scores.rewards.isfinite().all()
+
+
+def test_an_examination_is_paid_by_a_scorer_of_ones_own_class():
+    class Own(RewardScorer):
+        def __call__(self, *columns):
+            scores = super().__call__(*columns)
+            return replace(scores, rewards=scores.rewards + 1)
+    own = Own(RewardConfig(normalize_rewards=True))
+    own([P], [BAD], [TARGET])
+    other = own.for_evaluation()
+    assert other([P], [GOOD], [TARGET]).rewards.item() == RewardScorer()([P], [GOOD], [TARGET]).rewards.item() + 1
+    assert not other.cfg.normalize_rewards and other.step == 1 and own.step == 1 and own.cfg.normalize_rewards

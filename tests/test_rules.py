@@ -31,6 +31,7 @@ from rookworld_nb.rules import (
     InvalidFen,
     Stockfish,
     StockfishPool,
+    check_cache,
     env_step,
     fen_key,
     find_stockfish,
@@ -750,3 +751,14 @@ def test_a_damaged_answer_in_the_cache_is_named(tmp_path):
     for damaged in ('{torn', '3', '[[1]]'):
         cache._execute('INSERT OR REPLACE INTO analysis VALUES (?, ?)', ('key', damaged))
         with pytest.raises(CacheError, match="cache.db.*damaged at 'key'"): cache.get('key')
+
+
+def test_a_cache_is_looked_at_before_it_is_needed(tmp_path):
+    (tmp_path/'notes.txt').write_text('no database, but a text of more than a hundred letters, as a database has a header of a hundred bytes at its start')
+    (tmp_path/'folder').mkdir()
+    for place in ('notes.txt', 'folder', 'notes.txt/answers.db'):
+        with pytest.raises(CacheError, match=f"engine cache '.*{place}': "): check_cache(tmp_path/place)
+    check_cache(tmp_path/'new'/'answers.db')
+    assert not (tmp_path/'new').exists()
+    with AnalysisCache(tmp_path/'answers.db') as cache: cache.put('key', [Candidate('e2e4', .3)])
+    check_cache(tmp_path/'answers.db')

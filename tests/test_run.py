@@ -532,11 +532,13 @@ def test_ctrl_c_waits_for_the_final_checkpoint(tmp_path, monkeypatch):
 
 
 def test_a_look_that_fails_costs_no_step(tmp_path, monkeypatch):
-    config = replace(TINY, output_dir=str(tmp_path/'run'), eval_policy=2, eval_every=1)
+    config = replace(TINY, output_dir=str(tmp_path/'run'), eval_policy=2, eval_every=1, save_every=1)
     run = Run(config)
     monkeypatch.setattr('rookworld_nb.run.glance', lambda run: 1/0)
     with pytest.raises(ZeroDivisionError): next(run.steps())
-    assert run.settled and len(rows_of(run.folder)) == 1 and newest_checkpoint(run.folder)[1]['trainer']['step'] == 1
+    state = newest_checkpoint(run.folder)[1]['trainer']
+    assert run.settled and len(rows_of(run.folder)) == 1 and state['step'] == 1 and state['proposed']
+    assert [path.name for path in (run.folder/'completions').iterdir()] == ['step-000001.csv']
 
 
 @pytest.mark.usefixtures('interruptible')
@@ -751,7 +753,7 @@ def test_impossible_wishes_change_nothing(wish, value, said, tmp_path):
 def test_the_adaptive_control_is_not_given_a_weight_that_it_cannot_move(tmp_path):
     run = Run(replace(SHORT, kl_control='adaptive', output_dir=str(tmp_path/'run')))
     for value in (0., 5.):
-        with pytest.raises(ValueError, match=f'kl_coef={value} must lie in'): steer(run, 'kl_coef', value)
+        with pytest.raises(RunError, match=f'kl_coef={value} must lie in'): steer(run, 'kl_coef', value)
     assert levers(run)['kl_coef'] == .02 and not run.folder.exists()
     steer(Run(replace(SHORT, output_dir=str(tmp_path/'other'))), 'kl_coef', 0.)
 
@@ -973,3 +975,11 @@ def test_a_run_killed_in_its_first_examination_goes_on_with_its_own_reward(tmp_p
         train(config, reward_fn=best_move)
     with pytest.raises(RunError, match='reward_fn=default_reward: the run in .* is paid by best_move'): Run(resumed_config(output_dir=config.output_dir))
     assert Run(resumed_config(output_dir=config.output_dir), reward_fn=best_move).trainer.step == 0
+
+
+def test_each_guest_has_a_row_of_its_own(tmp_path):
+    class Guest:
+        def log(self, row): self.steps = [*getattr(self, 'steps', []), row.pop('step')]
+    guests = Guest(), Guest()
+    rows = [row['step'] for _, row in zip(range(2), Run(replace(TINY, output_dir=str(tmp_path/'run'))).steps(guests))]
+    assert rows == guests[0].steps == guests[1].steps == [1, 2]

@@ -589,3 +589,53 @@ def test_a_folder_that_takes_no_file_kills_no_worker(stubbed, monkeypatch):
                 for _ in run_search(search): pass
     *_, table = run_search(search)
     assert table['outcome'].tolist() == ['success']*3
+
+
+def test_a_trial_that_was_written_off_while_its_worker_slept_has_no_outcome(stubbed, monkeypatch):
+    search, study = stubbed
+    def sleep(trial, *_):
+        if slept: return verdict_of(.2, .01, 1000)
+        slept.append(trial.number)
+        study._storage.set_trial_state_values(trial._trial_id, optuna.trial.TrialState.FAIL)    # by another worker
+        trial.report(.5, 1)
+    slept = []
+    monkeypatch.setattr(scale, 'run_trial', sleep)
+    work(search, 1)
+    assert trial_table(study, search)['outcome'].tolist() == ['success']*3 and slept == [0]
+
+
+def test_an_interruption_of_a_trial_that_was_written_off_stops_the_worker(stubbed, monkeypatch):
+    search, study = stubbed
+    def press(trial, *_):
+        study._storage.set_trial_state_values(trial._trial_id, optuna.trial.TrialState.FAIL)
+        raise KeyboardInterrupt
+    monkeypatch.setattr(scale, 'run_trial', press)
+    with pytest.raises((KeyboardInterrupt, ValueError)): list(trials_of(search, study))    # Optuna makes the second of the first
+
+
+def test_a_ticket_waits_for_the_worker_that_still_writes(tmp_path, lines, monkeypatch):
+    search = Search(tiny(tmp_path, lines), ('lr=1e-4',))
+    (search.folder/'trial-0000').mkdir(parents=True)
+    looks = iter([True, True, False])
+    monkeypatch.setattr(scale, 'POLL', 0.)
+    monkeypatch.setattr(scale, 'is_going_on', lambda place: next(looks))
+    study = open_study(search)
+    deal(study, search)
+    work(search, 1)
+    assert next(looks, None) is None and trial_table(study, search)['outcome'].tolist() != ['error']
+
+
+def test_a_trial_is_judged_though_it_was_broken_off_in_the_step_that_is_judged(tmp_path, lines, monkeypatch):
+    monkeypatch.setattr(scale, 'hopeless', lambda rewards, steps, replays: 'hopeless: told so' if len(rewards) == 2 else '')
+    for more, why, steps in (({}, 'hopeless: told so', 2), ({'easy_first': 1}, '', 3)):
+        search = Search(tiny(tmp_path/str(steps), lines, **more), ('lr=1e-4',))
+        run = scale.Run(trial_config(search, {'lr': 1e-4}, output_dir=str(search.folder/'trial')))
+        rows = run.steps()
+        for _ in range(2): next(rows)
+        rows.close()
+        assert scale.train_trial(run, SimpleNamespace(report=lambda *_: None), search) == why and run.trainer.step == steps
+
+
+def test_the_order_of_a_space_decides_nothing(tmp_path):
+    words = ['kl_control=fixed|adaptive', 'grid', 'kl_target=.05|.1', 'replays=1|2']
+    assert {len(Search({'output_dir': str(tmp_path/'study')}, tuple(order)).dimensions) for order in (words, words[::-1])} == {10}

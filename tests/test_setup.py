@@ -220,3 +220,10 @@ def test_the_plan_counts_the_prompts_that_can_be_drawn(tmp_path):
     assert f'{counts["P"]} P: and {counts["A"]} A: prompts to draw from' in planned_work(run)
     alone = Run(replace(TINY, mix_env_ratio=0, output_dir=str(tmp_path/'run')))
     assert f'; {counts["P"]} P: prompts to draw from' in planned_work(alone)
+
+
+def test_an_engine_cache_that_cannot_be_used_is_refused_before_anything_is_made(tmp_path):
+    (tmp_path/'folder').mkdir()
+    with pytest.raises(ValueError, match="engine cache '.*folder'"):
+        Setup(replace(TINY, stockfish_path='x', engine_cache=str(tmp_path/'folder'), output_dir=str(tmp_path/'run')))
+    assert not (tmp_path/'run').exists()

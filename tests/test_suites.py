@@ -22,7 +22,7 @@ from rookworld_nb.suites import (Puzzle, Question, SuiteError, bigbench_puzzle, 
                                  legal_choice, level_options, lichess_puzzle, match_elo, match_scores, mate_puzzles,
                                  mating_moves, model_player, model_simulator, model_world, parse_puzzles, pass_at_k, play_match,
                                  read_puzzles, rules_world, self_play, self_play_scores, shipped_puzzles, solve,
-                                 stands_out, stockfish_opponent, suite_format, suite_scores, tactic_puzzles, to_epd, uci_session)
+                                 stands_out, stockfish_opponent, suite_format, suite_scores, tactic_puzzles, to_epd, uci_board, uci_session)
 from rookworld_nb.tasks import ANSWER_TOKENS, PolicyAnswer, parse_env
 from rookworld_nb.weights import load_pretrained
 
@@ -687,3 +687,24 @@ def test_after_a_position_that_cannot_be_no_move_is_named():
     lambda: suite_scores(solve(lambda fens: [PolicyAnswer() for _ in fens], shipped_puzzles('mates')[:1])[:0])])
 def test_nothing_to_play_to_read_or_to_score_is_said(ask):
     with pytest.raises(SuiteError, match='at least|no answer'): ask()
+
+
+NOBODY = '4k3/8/8/8/4p3/8/8/4K3 b - d3'    # en passant, of a pawn that is not there
+
+
+def test_a_capture_of_nothing_is_no_right_move():
+    with pytest.raises(SuiteError, match='the move e4d3 is not legal'): parse_puzzles([f'{NOBODY} bm exd3; id "x";'])
+    [puzzle] = parse_puzzles([f'{NOBODY} am Kd8; id "x";'])
+    assert puzzle.questions[0].fen.split()[3] == '-' and puzzle.questions[0].right == legal_moves(puzzle.questions[0].fen) - {'e8d8'}
+    with pytest.raises(SuiteError, match='e4d3 is not legal'): parse_puzzles(['PuzzleId,FEN,Moves', f'x,{NOBODY} 0 1,e4d3 e1d1'])
+
+
+def test_games_begin_without_a_capture_of_nothing():
+    with pytest.raises(ValueError, match='e4d3'): uci_board(f'fen {NOBODY} 0 1 moves e4d3'.split())
+    assert uci_board(f'fen {NOBODY} 0 1 moves e8d8'.split()).fen() == '3k4/8/8/8/4p3/8/8/4K3 w - - 1 2'
+    game = self_play(lambda fens: [PolicyAnswer(best='e4d3') for _ in fens], rules_world, [f'{NOBODY} 0 1']).iloc[0]
+    assert (game['legal'], game['end']) == (0, 'illegal')
+
+
+def test_a_side_may_not_pass():
+    with pytest.raises(SuiteError, match='0000 is no move'): uci_board('startpos moves e2e4 0000'.split())

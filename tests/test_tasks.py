@@ -562,3 +562,8 @@ def test_a_history_ends_with_the_move():
     with pytest.raises(TaskFormatError, match='must end with e2e4, not with a7a6'): env_prompt(START, 'e2e4', ['a7a6'])
     line = format_env(START, 'e2e4', None, *told)
     with pytest.raises(TaskFormatError, match='not a complete A: line.*must end with e2e4'): split_line(line.replace('+e2e4+e2e4+', '+e2e4+a7a6+'))
+
+
+def test_a_number_that_no_float_can_hold_is_a_format_error():
+    with pytest.raises(TaskFormatError, match='an evaluation must be pawns'): format_policy(chess.STARTING_FEN, ['e2e4'], [10**400])
+    with pytest.raises(TaskFormatError, match='the reward must be a finite number'): format_env(chess.STARTING_FEN, 'e2e4', None, chess.STARTING_FEN, -10**400, 0, 0)
