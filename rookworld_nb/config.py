@@ -22,7 +22,7 @@ from .hardware import SIZES, HardwareConfig
 from .kl import EXACT_KL, KLConfig
 from .rewards import RewardConfig, RewardTerms, Shaping
 from .tasks import ANSWER_TOKENS, HISTORY_PLIES
-from .trainer import BF16_TOLERANCE, TrainerConfig
+from .trainer import TrainerConfig, rounding_room
 
 # %% ../nbs/27_config.ipynb #13b7e2da
 class RunError(ValueError):
@@ -143,12 +143,12 @@ def trainer_part(
 ) -> TrainerConfig:
     "How experiences become updates."
     exact = not config.bf16 and config.matmul_precision in ('auto', 'highest')
-    tolerance = (1e-3 if exact else BF16_TOLERANCE)*max(1., .7/config.temperature)    # of logits, divided by it
+    room = rounding_room(config.temperature)
     return part_of(
         TrainerConfig, config, kl=part_of(KLConfig, config), clip_low=config.clip_range,
         clip_high=config.clip_range if config.clip_range_high is None else config.clip_range_high,
         warmup_steps=min(config.warmup_steps, config.steps - 1),
-        identity_tolerance=tolerance)
+        identity_tolerance=room/100 if exact else room)
 
 # %% ../nbs/27_config.ipynb #853f1dea
 def collector_part(

@@ -174,9 +174,10 @@ def check_compiler(
     if mode is None: return
     try: torch.compile(lambda x: x + 1)(torch.zeros(2, device=device))
     except RuntimeError as error:
-        words = [line.strip() for line in str(error).splitlines() if 'compiler' in line.lower()]
-        raise HardwareError(f'--compile {mode}: nothing can be compiled here, most likely for want of a C++ compiler '
-                            f'({words[-1] if words else type(error).__name__})') from error
+        if is_out_of_memory(error): raise
+        lines = (line.strip() for line in str(error).splitlines())
+        why = next((line for line in lines if line and not line.endswith('raised:')), type(error).__name__)
+        raise HardwareError(f'--compile {mode}: nothing can be compiled here: {why}') from error
 
 # %% ../nbs/11_hardware.ipynb #84b53d33
 def machine_name(
@@ -193,11 +194,12 @@ def use_hardware(
     device: torch.device | str,  # where the policy is
     *others: torch.device | str,  # where other models are
 ) -> str:                        # one line that says what is in force
-    "Set what holds for the whole process."
+    "Set what holds for the whole process; HardwareError where it shall compile and cannot."
     allocator, level = set_allocator(config.cuda_allocator), config.matmul_precision
     check_compiler(config.compile, device)
-    exact = {exact_precision(each) for each in (device, *others)}    # the level is one for all of them
-    chosen = level if level != 'auto' else 'medium' if exact == {'medium'} else 'highest'
+    chosen = level
+    if level == 'auto':    # one level for all of them
+        chosen = 'medium' if all(exact_precision(each) == 'medium' for each in {device, *others}) else 'highest'
     torch.set_float32_matmul_precision(chosen)
     torch.backends.cudnn.benchmark = config.cudnn_benchmark
     words = [machine_name(device), f'float32 products: {chosen}' + (' (auto: exact here)' if level == 'auto' else ''),

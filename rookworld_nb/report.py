@@ -302,7 +302,7 @@ def plot_bands(
 # %% ../nbs/32_report.ipynb #8d0bbc10
 def plot_task(
     table: pd.DataFrame,  # the metrics of a run, at least one row
-    task: str,            # 'P' or 'A'
+    task: str,            # P, A, or one of one's own
 ) -> Picture | None:  # None where nothing about the task was logged
     "The reward of a task, and each of its parts."
     start, end = f'rewards/{task}_', '/mean'
@@ -483,7 +483,7 @@ def plot_lights(
 # %% ../nbs/32_report.ipynb #57612c09
 def pick_samples(
     tables: Mapping[int, pd.DataFrame],  # step -> completions
-    task: str,                           # 'P' or 'A'
+    task: str,                           # P, A, or one of one's own
 ) -> dict[int, pd.DataFrame]:  # step -> the same number of completions from each, three or fewer, the best first
     "Best, median and worst completion of a task in each table that has any."
     parts = {step: table[table['task'] == task] for step, table in tables.items()}
@@ -512,7 +512,7 @@ def sample_card(
 
 def samples_of(
     tables: Mapping[int, pd.DataFrame],  # step -> completions, a few of a run's
-    task: str,                           # 'P' or 'A'
+    task: str,                           # P, A, or one of one's own
 ) -> Html | None:  # None where no table has this task
     "The samples of one task, the tables beside each other."
     chosen = pick_samples(tables, task)

@@ -366,7 +366,7 @@ def refuse_lost(
 
 
 class BadTarget(ValueError):
-    """A stored target that cannot be read, or targets that do not fit the prompts."""
+    """A stored target that cannot be read, or columns that do not fit each other or hold something else than texts."""
 
 
 class EngineSilent(EngineError):
@@ -720,7 +720,7 @@ class RewardScorer:
         return Scores(final_rewards(components, self.norms if self.cfg.normalize_rewards else {}), components, judged)
 
     def for_evaluation(self) -> 'RewardScorer':
-        """The same scorer without curriculum and normalisation: one yardstick for before and after."""
+        """The same without curriculum and normalisation: one yardstick. What a class of your own adds is shared."""
         steady = replace(self.cfg, reward_warmup_steps=0, normalize_rewards=False)
         other = copy.copy(self)    # one of a class of somebody's own stays of that class
         RewardScorer.__init__(other, steady, self.engine, reward_fn=self.reward_fn)

@@ -23,7 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, Self, TypeVar
 
@@ -329,12 +329,17 @@ class AnalysisCache(_Closing):
 def check_cache(
     path: str | Path,  # of an `AnalysisCache`
 ) -> None:
-    "Raise CacheError where no answers can be kept; a file that is not there is not made."
-    with AnalysisCache(path) as cache:
-        place = next(each for each in (cache.path, *cache.path.absolute().parents) if each.exists())
-        if place == cache.path: cache.get('')    # which reads it
-        if not os.access(place, os.W_OK) or place != cache.path and not place.is_dir():
-            raise CacheError(f"engine cache {str(path)!r}: {place} cannot be written to")
+    "Raise CacheError where no answers can be kept; nothing is written."
+    file = Path(os.path.expanduser(path))
+    try:
+        place = next((each for each in (file, *file.absolute().parents) if each.exists()), file)
+        if place == file and file.stat().st_size:
+            with closing(sqlite3.connect(f'{file.absolute().as_uri()}?mode=ro', uri=True, timeout=60)) as db:
+                db.execute('SELECT name FROM sqlite_master').fetchall()
+        if not os.access(place, os.W_OK) or place != file and not place.is_dir():
+            raise OSError(f'{place} cannot be written to')
+    except (sqlite3.Error, OSError) as error:
+        raise CacheError(f"engine cache {str(path)!r}: {error}") from error
 
 # %% ../nbs/03_rules.ipynb #8e5397fe
 class Stockfish(_KeptEngine):

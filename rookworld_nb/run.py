@@ -413,7 +413,7 @@ def next_row(
             tables = [experience.table for experience in run.buffer.arrived]
             if tables: writer.table(step, pd.concat(tables, ignore_index=True))
             if run.trainer.broken is not None: writer.table(step, run.trainer.broken, 'skipped')
-        if run.trainer.failed is not None: save_failed(run)
+            if run.trainer.failed is not None: save_failed(run)
         if step % run.config.save_every == 0:
             if run.ranks.size > 1: agree(run.ranks, weights=fingerprint(model_bytes(run.model)))
             save_run(run, f'checkpoint-{step}')

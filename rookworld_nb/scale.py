@@ -26,7 +26,7 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property, partial
 from itertools import product
@@ -136,8 +136,9 @@ def check_value(
     try: trial_config(search, point)
     except ValueError:
         ends = [part if isinstance(part, Choices) else part[:2] for part in search.dimensions.values()]
-        lots = random.Random(0)
-        if not any(fits([lots.choice(part) for part in ends]) for _ in range(1000)): raise
+        lots, few = random.Random(0), math.prod(map(len, ends)) <= 1000
+        tries = product(*ends) if few else ([lots.choice(part) for part in ends] for _ in range(1000))
+        if not any(map(fits, tries)): raise
 
 # %% ../nbs/34_scale.ipynb #34ca7278
 def fields_of(
@@ -341,7 +342,9 @@ def run_trial(
     place: Path,     # the run folder
 ) -> Verdict:
     "Train at the trial's point, or go on after a kill, and examine."
-    while place.exists() and is_going_on(place): time.sleep(POLL)    # whoever was written off leaves after its step
+    if place.exists() and is_going_on(place):    # whoever was written off leaves after its step
+        logger.warning('%s: another process is at work there; waiting until it leaves', place)
+        while is_going_on(place): time.sleep(POLL)
     point = {name: suggest(trial, name, part) for name, part in search.dimensions.items()}
     config = trial_config(search, point, output_dir=str(place), resume=(place/'config.json').exists())
     trial.set_user_attr('command', command_line(asdict(config)))
@@ -480,9 +483,10 @@ def outcome_of(
     "Do a trial; an exception is a verdict too, and its traceback is kept; an interruption is none."
     try:
         return run_trial(trial, search, place)
-    except KeyboardInterrupt:
-        with suppress(optional_module('optuna', 'search').exceptions.UpdateFinishedTrialError):
-            trial.set_user_attr('interrupted', True)
+    except KeyboardInterrupt as pressed:
+        try: trial.set_user_attr('interrupted', True)
+        except optional_module('optuna', 'search').exceptions.UpdateFinishedTrialError:
+            raise TakenTwice(f'trial {trial.number} was written off') from pressed    # Optuna cannot tell it any more
         raise
     except Exception as error:
         said = traceback.format_exc()
@@ -579,9 +583,11 @@ def trials_of(
         if not (left := [trials for trials in by_ticket(study).values() if not is_done(trials)]):
             return
         if any(trials[-1].state.name == 'WAITING' for trials in left):
-            with suppress(TakenTwice):
+            try:
                 study.optimize(partial(attempt, search), n_trials=1, catch=(SearchError,))
                 yield
+            except TakenTwice as taken:
+                if isinstance(taken.__cause__, KeyboardInterrupt): raise taken.__cause__ from None
         else:
             time.sleep(POLL)
             with warnings.catch_warnings(action='ignore', category=optuna.exceptions.ExperimentalWarning):

@@ -7,12 +7,14 @@ import multiprocessing
 import os
 import random
 import shutil
+import sqlite3
 import stat
 import subprocess
 import sys
 import textwrap
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 
 import chess
 import chess.engine
@@ -756,9 +758,13 @@ def test_a_damaged_answer_in_the_cache_is_named(tmp_path):
 def test_a_cache_is_looked_at_before_it_is_needed(tmp_path):
     (tmp_path/'notes.txt').write_text('no database, but a text of more than a hundred letters, as a database has a header of a hundred bytes at its start')
     (tmp_path/'folder').mkdir()
-    for place in ('notes.txt', 'folder', 'notes.txt/answers.db'):
+    for place in ('notes.txt', 'folder', 'notes.txt/answers.db', 300*'x'):
         with pytest.raises(CacheError, match=f"engine cache '.*{place}': "): check_cache(tmp_path/place)
     check_cache(tmp_path/'new'/'answers.db')
     assert not (tmp_path/'new').exists()
     with AnalysisCache(tmp_path/'answers.db') as cache: cache.put('key', [Candidate('e2e4', .3)])
     check_cache(tmp_path/'answers.db')
+    with closing(sqlite3.connect(tmp_path/'other.db')) as db: db.execute('CREATE TABLE games (moves TEXT)')
+    before = (tmp_path/'other.db').read_bytes()
+    check_cache(tmp_path/'other.db')
+    assert (tmp_path/'other.db').read_bytes() == before

@@ -534,11 +534,14 @@ def test_ctrl_c_waits_for_the_final_checkpoint(tmp_path, monkeypatch):
 def test_a_look_that_fails_costs_no_step(tmp_path, monkeypatch):
     config = replace(TINY, output_dir=str(tmp_path/'run'), eval_policy=2, eval_every=1, save_every=1)
     run = Run(config)
-    monkeypatch.setattr('rookworld_nb.run.glance', lambda run: 1/0)
+    def fail(run):
+        run.trainer.failed = run.model.state_dict()
+        return 1/0
+    monkeypatch.setattr('rookworld_nb.run.glance', fail)
     with pytest.raises(ZeroDivisionError): next(run.steps())
     state = newest_checkpoint(run.folder)[1]['trainer']
     assert run.settled and len(rows_of(run.folder)) == 1 and state['step'] == 1 and state['proposed']
-    assert [path.name for path in (run.folder/'completions').iterdir()] == ['step-000001.csv']
+    assert [path.name for path in (run.folder/'completions').iterdir()] == ['step-000001.csv'] and (run.folder/'failed'/'model.safetensors').exists()
 
 
 @pytest.mark.usefixtures('interruptible')

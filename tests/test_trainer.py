@@ -1204,12 +1204,11 @@ def test_more_steps_are_a_new_try_with_tries_of_its_own(model):
     assert rows[0]['learning_rate'] == pytest.approx(.1/8) and (again.health.recoveries > 2 or not again.diverged)
 
 
-@pytest.mark.parametrize('failed', ['kl', 'nan'])
-def test_a_new_try_forgets_what_the_failed_one_did(model, failed):
+def test_a_new_try_forgets_what_the_failed_one_did(model):
     settings = config(steps=4, lr=.1, kl_divergence_threshold=.3, max_recoveries=0, max_skipped=2)
     first = Trainer(model, settings)
     first.remember()
-    first.step, first.failure, first.health.in_a_row, first.health.kl_mean = 4, failed, 2, .2
+    first.step, first.failure, first.health.in_a_row, first.health.kl_mean = 4, '2 updates in a row', 2, .2
     trainer_module.recover(first)
     assert first.diverged
     again = Trainer(model, replace(settings, steps=8))
@@ -1221,7 +1220,7 @@ def test_rounding_to_bfloat16_is_named_and_an_own_fault_is_not_blamed_on_it(mode
     model.bf16 = True
     experience = next(collector(model))
     part = experience.parts[0]
-    for shift, cause in ((.01, 'rounding: products are in bfloat16, which needs an identity_tolerance of about 0.1'), (.5, 'positions, masks or cache')):
+    for shift, cause in ((.01, 'rounding: products are in bfloat16, which needs an identity_tolerance of 0.1'), (.5, 'positions, masks or cache')):
         rolled = replace(part.rollouts, logprobs=part.rollouts.logprobs + shift*torch.randn_like(part.rollouts.logprobs).sign())
         changed = replace(experience, parts=(replace(part, rollouts=rolled),))
         with pytest.raises(FirstUpdateError, match=f'Likely cause: .*{cause}'): next(Trainer(copy.deepcopy(model), config()).run([changed]))
