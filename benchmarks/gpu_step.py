@@ -27,15 +27,17 @@ SETTINGS = {
     'plain': PLAIN, 'graphs': {**PLAIN, 'cuda_graphs': True}, 'TF32': {**PLAIN, 'matmul_precision': 'high'}, 'bf16': {**PLAIN, 'bf16': True},
     'graphs, TF32, bf16': FAST, 'all': {**FAST, 'compile': 'default'},
     'fast, no graphs': {**FAST, 'cuda_graphs': False}, 'fast, checkpointing': {**FAST, 'gradient_checkpointing': True},
-    'fast, cudnn benchmark': {**FAST, 'cudnn_benchmark': True}, 'fast, AdamW foreach': FAST, 'fast, AdamW loop': FAST, 'fast, pieces of 64': FAST}
+    'fast, cudnn benchmark': {**FAST, 'cudnn_benchmark': True}, 'fast, AdamW foreach': {**FAST, 'adamw': 'foreach'},
+    'fast, AdamW loop': {**FAST, 'adamw': 'loop'}, 'fast, pieces of 64': {**FAST, 'micro_batch_size': 64}}
+OF_TRAINER = ('adamw', 'micro_batch_size')    # the others are of the hardware
 
 
 def measure(name: str, work: Work, device: str, repeats: int, trace: bool) -> dict:
     "One setting: seconds of sampling, of the step; memory."
-    hardware = HardwareConfig(**SETTINGS[name])
+    learning = {key: value for key, value in SETTINGS[name].items() if key in OF_TRAINER}
+    hardware = HardwareConfig(**{key: value for key, value in SETTINGS[name].items() if key not in OF_TRAINER})
     print(use_hardware(hardware, device))
-    collector, trainer = our_run(work, hardware, device, steps=10**6, identity_tolerance=.1, adamw=name.rpartition('AdamW ')[2] if 'AdamW' in name else 'fused',
-                                 micro_batch_size=64 if 'pieces' in name else None)
+    collector, trainer = our_run(work, hardware, device, steps=10**6, identity_tolerance=.1, **learning)
     cuda = device.startswith('cuda')
     if cuda: reset_peak(device)
     sampled = []

@@ -7,22 +7,18 @@ reserve is what one measures), and fits a line to the second half of the reading
 error, from the means of ten blocks, which are nearly independent. Linux.
 """
 import argparse
-import ctypes
-import os
 import tempfile
 
 import numpy as np
 from rookworld_nb.config import TrainConfig
+from rookworld_nb.hardware import proc_bytes, trim_memory
 from rookworld_nb.run import Run
-
-PAGE = os.sysconf('SC_PAGESIZE')
-LIBC = ctypes.CDLL(None)
 
 
 def resident():
     "MB that this process holds in memory now, freed pages handed back."
-    LIBC.malloc_trim(0)
-    with open('/proc/self/statm', encoding='ascii') as file: return int(file.read().split()[1])*PAGE/1e6
+    trim_memory()
+    return proc_bytes('VmRSS')/1e6
 
 
 def main():

@@ -20,8 +20,8 @@ from unittest.mock import patch
 import pandas as pd
 import torch
 from rookworld_nb import pretrain
-from rookworld_nb.corpus import end_with_starter
 from rookworld_nb.evaluate import evaluate, summarise
+from rookworld_nb.labels import end_with_starter
 from rookworld_nb.positions import read_lines, shipped
 from rookworld_nb.pretrain import PretrainConfig, board_tokenizer, prepare
 from rookworld_nb.weights import load_pretrained

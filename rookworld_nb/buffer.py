@@ -346,7 +346,8 @@ class Draft:
     "What is known of the completions of one task before they are compared."
     samples: tuple[Sample, ...]  # B prompts
     rollouts: Rollouts           # N = B*group_size completions
-    reference: tuple[Tensor | None, Tensor | None]  # what `ask_reference` says of them
+    ref_logprobs: Tensor | None  # (N, T) fp32 nats under the frozen reference; None without one
+    ref_hidden: Tensor | None    # (N, T, D) its hidden states, where they are kept
 
 # %% ../nbs/17_buffer.ipynb #a39d9fe3
 def sample_shares(
@@ -415,8 +416,8 @@ def assemble(
     done, raw = draft.rollouts, torch.tensor(scores.components['raw'].to_numpy('float64'))
     clipped = without_end(done, end_id)
     trained = done.completion_mask & ~(raw.isnan().to(clipped.device) | clipped & mask_truncated)[:, None]
-    return RolloutPart(draft.samples[0].task, draft.samples, done, scores.rewards, advantages, *draft.reference,
-                       scores.components, clipped, trained)
+    return RolloutPart(draft.samples[0].task, draft.samples, done, scores.rewards, advantages, draft.ref_logprobs,
+                       draft.ref_hidden, scores.components, clipped, trained)
 
 # %% ../nbs/17_buffer.ipynb #ddf6a522
 def check_penalty(
@@ -436,8 +437,8 @@ def priced(
     weight: float,   # reward that a nat costs
 ) -> tuple[Scores, Tensor]:  # the scores with lower rewards; (N,) what was taken from each
     "Take the KL of each completion, kl1 summed over its tokens, from its reward."
-    reference, mask = draft.reference[0], draft.rollouts.completion_mask
-    price = weight*(per_token_kl(draft.rollouts.logprobs, reference, 'kl1')*mask).sum(1).cpu()
+    done = draft.rollouts
+    price = weight*(per_token_kl(done.logprobs, draft.ref_logprobs, 'kl1')*done.completion_mask).sum(1).cpu()
     return replace(scores, rewards=scores.rewards - price), price
 
 
@@ -541,7 +542,8 @@ class Collector:
         own = sample_shares(self.model, self.tokenizer, shares, c, self.generator, self.ranks)
         seconds = time.perf_counter() - start
         asked = [ask_reference(self.ref_model, done, c.keep_ref_hidden) for done in own]
-        drafts = [Draft(s, *of_all(self.ranks, *pair, self.end_id)) for s, *pair in zip(shares, own, asked)]
+        whole = [of_all(self.ranks, *one, self.end_id) for one in zip(own, asked)]
+        drafts = [Draft(share, done, *reference) for share, (done, reference) in zip(shares, whole)]
         scores, paid = score_all(self.scorer, drafts), None
         if self.penalty:
             scores, prices = zip(*map(partial(priced, weight=self.penalty()), drafts, scores))
@@ -651,10 +653,9 @@ def is_wanting(
     config: BufferConfig,           # the rules
 ) -> bool:
     "Whether something has to be collected before the next minibatch can be dealt."
-    stored = len(groups)
-    if not stored or stored + batch > config.capacity*batch:
-        return not stored
-    fresh = sum(group.uses == 0 for group in groups)
+    stored, fresh = len(groups), sum(group.uses == 0 for group in groups)
+    if not stored: return True
+    if stored + batch > config.capacity*batch: return False    # there is no room
     return fresh < config.fresh_share*stored or stored < (config.minibatch_positions or batch)
 
 

@@ -6,7 +6,7 @@
 __all__ = ['logger', 'SUITES', 'WEAKEST', 'Suites', 'ANSWERED', 'USED_BY', 'HEADINGS', 'COMMANDS', 'open_streams', 'stdin_lines',
            'batches', 'check_output', 'input_lines', 'emit', 'without_nan', 'at_least_one', 'all_different',
            'positions', 'uci', 'generate', 'read_rows', 'read_row', 'check_row', 'score', 'answered', 'positions_of',
-           'positions_in', 'label', 'evaluation_samples', 'say_absent', 'shown_history', 'check_passes', 'measure',
+           'positions_in', 'label', 'evaluation_samples', 'say_absent', 'shown_plies', 'check_passes', 'measure',
            'suite_puzzles', 'suite_openings', 'check_used', 'play_suites', 'evaluate_model', 'metric_tables',
            'report_evaluation', 'as_columns', 'train', 'pretrain', 'report', 'ablate', 'search', 'push', 'batch_size',
            'Command', 'run_command', 'overview', 'is_input_error', 'drop_output', 'console_logging', 'main']
@@ -389,18 +389,14 @@ USED_BY = {'against': tuple(SUITES), 'max_new_tokens': tuple(SUITES), 'limit': A
            'stockfish_path': ('stockfish',)}
 
 # %% ../nbs/35_cli.ipynb #58b4cb13
-def shown_history(
-    samples: list,      # of `evaluation_samples`
+def shown_plies(
     model,              # a GPT
     plies: int | None,  # last moves that an A: prompt shall show; None: as many as the model is used to
-) -> tuple[list, int]:  # the samples with them; how many
+) -> int:               # how many
     "What a model of this size is used to, if nothing else is asked."
     from rookworld_nb.config import TrainConfig
     from rookworld_nb.model import num_parameters
-    from rookworld_nb.positions import with_history
-    size = num_parameters(model)
-    plies = TrainConfig(history_plies=plies).for_size(size).history_plies
-    return with_history(samples, plies), plies
+    return TrainConfig(history_plies=plies).for_size(num_parameters(model)).history_plies
 
 # %% ../nbs/35_cli.ipynb #137bf267
 def check_passes(
@@ -418,21 +414,21 @@ def check_passes(
 def measure(
     loaded: tuple,                  # model and tokenizer
     samples: list,                  # of `evaluation_samples`
-    temperatures: tuple[float, ...],  # one pass for each
-    samples_per_prompt: int,        # completions of each prompt where the temperature is not 0
+    plies: int,                     # last moves that an A: prompt shall show
+    passes: dict[float, int],       # temperature -> completions of each prompt
     **options,                      # of `evaluate.evaluate`
 ):                                  # -> pandas table, one row a completion; None without samples
     "Measure a model on prompts with targets, paid as `rookworld train` pays."
     if not samples:
         return None
     import pandas as pd
-    from rookworld_nb.evaluate import evaluate
-    from rookworld_nb.rewards import RewardScorer
     from rookworld_nb.config import TrainConfig
-    scorer = RewardScorer(TrainConfig().rewards)
-    counts = [samples_per_prompt if each else 1 for each in temperatures]    # greedy answers are alike
-    return pd.concat(evaluate(*loaded, samples, each, scorer=scorer, samples_per_prompt=count, **options)
-                     for each, count in zip(temperatures, counts))
+    from rookworld_nb.evaluate import evaluate
+    from rookworld_nb.positions import with_history
+    from rookworld_nb.rewards import RewardScorer
+    scorer, shown = RewardScorer(TrainConfig().rewards), with_history(samples, plies)
+    return pd.concat(evaluate(*loaded, shown, each, scorer=scorer, samples_per_prompt=count, **options)
+                     for each, count in passes.items())
 
 # %% ../nbs/35_cli.ipynb #3c221759
 def suite_puzzles(
@@ -538,15 +534,15 @@ def evaluate_model(
     samples = evaluation_samples(data, suite, limit)
     check_passes(temperature, samples_per_prompt)
     loaded = {name: load_pretrained(name, torch_device(device)) for name in dict.fromkeys((against, model)) if name}
-    asked = {name: shown_history(samples, each[0], history_plies) for name, each in loaded.items()}
-    samples, plies = asked[model]
     say_absent(samples, suite, data)
+    plies = {name: shown_plies(each[0], history_plies) for name, each in loaded.items()}
+    passes = {each: samples_per_prompt if each else 1 for each in temperature}    # greedy answers are alike
     sides = {each: (model_player(*loaded[model], each, seed, batch),
-                    model_world(model_simulator(*loaded[model], plies, each, seed, batch))) for each in temperature}
-    options = dict(seed=seed, samples_per_prompt=samples_per_prompt, max_new_tokens=max_new_tokens, batch_size=batch)
-    examined = {name: measure(each, asked[name][0], temperature, **options) for name, each in loaded.items()}
+                    model_world(model_simulator(*loaded[model], plies[model], each, seed, batch))) for each in passes}
+    options = dict(seed=seed, max_new_tokens=max_new_tokens, batch_size=batch)
+    examined = {name: measure(each, samples, plies[name], passes, **options) for name, each in loaded.items()}
     played = ((name, each, table) for each, side in sides.items() for name, table in play_suites(
-        suite, *side, puzzles, openings, samples_per_prompt if each else 1, seed, levels, stockfish_path))
+        suite, *side, puzzles, openings, passes[each], seed, levels, stockfish_path))
     report_evaluation(samples, examined[model], examined.get(against), played, json)
 
 # %% ../nbs/35_cli.ipynb #a0ea1b63

@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['MAX_COUNTER', 'logger', 'ILLEGAL_SHARES', 'HEAVY', 'PIECES', 'ENV_SHARES', 'MOST_LOOKS', 'VERDICTS', 'HELD_SHARDS',
-           'labelled_game', 'policy_sample', 'CorpusError', 'whole_shard', 'end_with_starter', 'make_policy_data',
-           'env_sample', 'verdict', 'move_kind', 'illegal_move', 'illegal_sample', 'cornered_king', 'bare_capture',
-           'find_kind', 'make_env_data', 'verdicts', 'exposes_king', 'make_stress', 'natural_env_sample',
-           'with_rare_outcomes', 'labelled_again', 'make_prompts']
+           'labelled_game', 'policy_sample', 'CorpusError', 'whole_shard', 'make_policy_data', 'env_sample', 'verdict',
+           'move_kind', 'illegal_move', 'illegal_sample', 'cornered_king', 'bare_capture', 'find_kind', 'make_env_data',
+           'verdicts', 'exposes_king', 'make_stress', 'natural_env_sample', 'with_rare_outcomes', 'labelled_again',
+           'make_prompts']
 
 # %% ../nbs/15_corpus.ipynb #195a5588
 import functools
@@ -15,10 +15,7 @@ import json
 import logging
 import math
 import multiprocessing
-import os
 import random
-import signal
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -26,7 +23,7 @@ from pathlib import Path
 
 import chess
 
-from .labels import Progress
+from .labels import Progress, end_with_starter
 from .positions import (
     OUTCOMES, Sample, apart_from, outcome, random_endgame, read_lines, replacing, seen_positions, write_lines)
 from .rules import (
@@ -132,13 +129,6 @@ def whole_shard(
     return samples
 
 # %% ../nbs/15_corpus.ipynb #ab80d5aa
-def end_with_starter() -> None:
-    "How a process of the pool starts: Ctrl-C is answered once, by its starter, and it does not outlive that one."
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    starter = multiprocessing.parent_process()
-    threading.Thread(target=lambda: (starter.join(), os._exit(1)), daemon=True).start()
-
-
 def _make_shards(paths: list[Path], make, processes: int) -> list[Path]:
     "Call make(number) for every shard that is not there yet, in several processes."
     missing = [number for number, path in enumerate(paths) if not path.exists()]
@@ -211,9 +201,9 @@ def move_kind(
 ) -> str:  # 'mate', 'draw', 'castling', 'en_passant', 'promotion', 'check' or 'ordinary'
     "What is special about a move; the first kind that applies."
     word = _brings(board, move)
-    return ('mate' if word == '#' else 'draw' if word == '=' else 'castling' if board.is_castling(move)
-            else 'en_passant' if board.is_en_passant(move) else 'promotion' if move.promotion
-            else 'check' if word == '!' else 'ordinary')
+    kinds = {'mate': word == '#', 'draw': word == '=', 'castling': board.is_castling(move),
+             'en_passant': board.is_en_passant(move), 'promotion': move.promotion is not None, 'check': word == '!'}
+    return next((kind for kind, applies in kinds.items() if applies), 'ordinary')
 
 # %% ../nbs/15_corpus.ipynb #87c0af09
 #: Chance of each way to be illegal.

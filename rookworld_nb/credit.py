@@ -43,14 +43,15 @@ def policy_earnings(
     form, candidates, evals, best = blend_shares(cfg, 0)['P']
     moves = [candidates*gain for gain in candidate_gains(answer, truth, cfg)]
     numbers = [evals*gain for gain in eval_gains(answer, truth, cfg)]
-    ends = {'E:': math.fsum(moves), 'B:': math.fsum(number for number in numbers if not math.isnan(number))}
+    earned = {'form': form*scale_score(policy_format(answer, truth), cfg.policy_format_scaling),
+              'E:': math.fsum(moves), 'B:': math.fsum(number for number in numbers if not math.isnan(number)),
+              'B1': best*scale_score(best_score(answer, truth, cfg), cfg.best_scaling)}
     if any(part.name == f'M{len(moves) + 1}' for part in policy_parts(text)):    # a word that is no move
         moves.append(-candidates*cfg.illegal_cost/len(truth.pawns))
-    return ends | {f'M{i}': 0. for i in range(1, MAX_MOVES + 1)} | {
-        **{f'M{i}': move for i, move in enumerate(moves, 1)},
-        **{f'E{i}': number for i, number in enumerate(numbers, 1)},
-        'form': form*scale_score(policy_format(answer, truth), cfg.policy_format_scaling),
-        'B1': best*scale_score(best_score(answer, truth, cfg), cfg.best_scaling)}
+    moves += [0.]*(MAX_MOVES - len(moves))    # what is not there earns nothing
+    earned |= {f'M{i}': move for i, move in enumerate(moves, 1)}
+    earned |= {f'E{i}': number for i, number in enumerate(numbers, 1)}
+    return earned
 
 # %% ../nbs/09_credit.ipynb #fdecb703
 def env_earnings(

@@ -216,7 +216,7 @@ def loss_metrics(
 # %% ../nbs/08_grpo.ipynb #81a19ca4
 def _check_loss(kl_coef: float, advantages: Tensor, completion_mask: Tensor, **tensors: Tensor | None) -> None:
     "Refuse a weight below 0 and tensors that do not match (N, T)."
-    if not 0 <= kl_coef < math.inf: raise SettingError(f'kl_coef={kl_coef} must be finite and at least 0')
+    check_number('kl_coef', kl_coef)
     check_shapes(**tensors, completion_mask=completion_mask)
     shape = completion_mask.shape
     if 0 in shape: raise BatchShapeError(f'completion_mask has shape {tuple(shape)}: there is no token to learn from')

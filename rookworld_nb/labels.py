@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['logger', 'policy_line', 'LabelError', 'Labelling', 'labelled_in', 'fen_in', 'count_moves', 'shard_of', 'write_plan',
-           'plan_of', 'cut_inputs', 'label_shard', 'leave_group', 'label_worker', 'stop', 'shard_totals',
+           'plan_of', 'cut_inputs', 'label_shard', 'end_with_starter', 'label_worker', 'stop', 'shard_totals',
            'merge_shards', 'clear_shards', 'Progress', 'undone_of', 'label_files']
 
 # %% ../nbs/14_labels.ipynb #476f93fc
@@ -17,8 +17,9 @@ import random
 import shutil
 import signal
 import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from multiprocessing import get_context, parent_process
@@ -168,8 +169,7 @@ def label_shard(
     job: Labelling,     # cut
     shard: int,         # its number
     engine: Stockfish,  # answers
-    orphaned: Callable[[], bool] = lambda: False,  # whether whoever wanted this is gone
-) -> bool:              # False where another process has it, or nobody wants it any more
+) -> bool:              # False where another process has it
     "Label what is left of a shard."
     with locked(job.place('lock', shard)) as mine:
         if not mine or job.place('done', shard).exists():
@@ -180,11 +180,12 @@ def label_shard(
         with open(part, 'a', encoding='utf-8', buffering=1) as file:    # a line at a time
             for fen in dict.fromkeys(fens):
                 if fen in done: continue
-                if orphaned(): return False
                 try:
-                    several = count_moves(fen) > 1
-                    if several: file.write(policy_line(fen, engine.analyse(fen), job.seed, job.padded) + '\n')
-                    written, single, silent = written + several, single + (not several), 0
+                    if count_moves(fen) > 1:
+                        file.write(policy_line(fen, engine.analyse(fen), job.seed, job.padded) + '\n')
+                        written += 1
+                    else: single += 1
+                    silent = 0
                 except EngineError as error:
                     failed, silent = [*failed, str(error)], silent + 1
                     if silent == PATIENCE: raise
@@ -197,9 +198,11 @@ def label_shard(
         return True
 
 # %% ../nbs/14_labels.ipynb #b43834bd
-def leave_group() -> None:
-    "Ctrl-C reaches a whole group of processes: a worker leaves it, and hears of it from its starter alone, once."
-    if hasattr(os, 'setpgid'): os.setpgid(0, 0)    # Windows has no such groups
+def end_with_starter() -> None:
+    "How a worker starts: Ctrl-C is answered once, by its starter, and it does not outlive that one."
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    starter = parent_process()
+    threading.Thread(target=lambda: (starter.join(), os._exit(1)), daemon=True).start()
 
 
 def label_worker(
@@ -207,24 +210,16 @@ def label_worker(
     number: int,     # of this process, from 0
     processes: int,  # beside each other
 ) -> None:
-    "Take shards in turn until all are done; a process whose starter is gone stops after the position at hand."
-    starter, first = parent_process(), number*job.shards//processes
-    if starter is not None: leave_group()
-    order, looked, gone = [(first + n)%job.shards for n in range(job.shards)], time.monotonic(), False
-
-    def orphaned() -> bool:
-        "Whether the starter is gone: look every half second; once gone is gone."
-        nonlocal looked, gone
-        if starter is not None and not gone and time.monotonic() - looked >= .5:
-            looked, gone = time.monotonic(), not starter.is_alive()
-        return gone
+    "Take shards in turn until all are done."
+    if parent_process(): end_with_starter()
+    first = number*job.shards//processes
+    order = [(first + n)%job.shards for n in range(job.shards)]
     try:
         with Stockfish(job.stockfish_path, nodes=job.nodes) as engine:
             while left := [shard for shard in order if not job.place('done', shard).exists()]:
-                if not sum([label_shard(job, shard, engine, orphaned) for shard in left]): time.sleep(.1)
-                if orphaned(): return
-    except (ValueError, KeyboardInterrupt) as error:
-        sys.exit(f'labelling, process {number}: {str(error) or "interrupted"}')
+                if not sum([label_shard(job, shard, engine) for shard in left]): time.sleep(.1)
+    except ValueError as error:
+        sys.exit(f'labelling, process {number}: {error}')
 
 
 def stop(

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 from .boards import Diagram, diagram_html, env_diagrams, policy_diagram
 from .dashboard import show_box
 from .model import GPT
-from .rules import legal_moves, parse_board
+from .rules import legal_moves, own_board
 from .suites import Player, game_end, legal_choice, model_player, model_simulator
 from .tasks import EnvAnswer, PolicyAnswer
 
@@ -261,7 +261,7 @@ def play_game(
     seed: int = 0,                  # of the random moves that replace illegal ones
 ) -> list[Thought]:                 # one a ply
     """Let two players play a game."""
-    board, rng, thoughts = parse_board(fen).copy(stack=False), random.Random(f'{seed} game'), []
+    board, rng, thoughts = own_board(fen), random.Random(f'{seed} game'), []
     while len(thoughts) < max_plies and not game_end(board):
         thoughts.append(think(white if board.turn else black, board.fen(), rng))
         board.push_uci(thoughts[-1].move)

@@ -392,9 +392,13 @@ def with_history(
 ) -> list[Sample]:              # in their order
     "Shorten the history of A: prompts to what a model is used to."
     if plies < 1: raise DataError(f'plies={plies}: an A: prompt shows at least the move itself')
-    asked = [(sample, parse_env(sample.line) if sample.task == 'A' else None) for sample in samples]
-    return [sample if env is None or len(env.history) <= plies else
-            replace(sample, prompt=env_prompt(env.fen, env.uci, env.history[-plies:])) for sample, env in asked]
+
+    def shortened(sample: Sample) -> Sample:
+        if sample.task != 'A': return sample
+        env = parse_env(sample.line)
+        if len(env.history) <= plies: return sample
+        return replace(sample, prompt=env_prompt(env.fen, env.uci, env.history[-plies:]))
+    return [shortened(sample) for sample in samples]
 
 
 def spread(
@@ -483,7 +487,9 @@ def outcome(
         return 'unreadable'
     if answer.truncated:
         return 'illegal'
-    return 'ordinary' if not answer.terminated else 'mate' if answer.reward > .75 else 'draw'
+    if not answer.terminated:
+        return 'ordinary'
+    return 'mate' if answer.reward > .75 else 'draw'
 
 
 def is_rare(
@@ -579,17 +585,16 @@ def locked(
 
 @contextmanager
 def replacing(
-    path: Path,  # a file of which one process at a time is the writer; there or not
+    path: Path,  # the file; there or not
+    writer: str = '',  # who writes it, where several processes may at the same time; nothing: one at a time does
 ) -> Iterator[Path]:  # a name beside it, to write to
     "Have a whole file take the place of another at the end of the block; where that fails, the old one stays."
-    aside = path.with_name(f'.{path.name}.part')
+    aside = path.with_name(f'.{path.name}{writer}.part')
     try:
         yield aside
         with open(aside, 'r+b') as file: os.fsync(file.fileno())
         os.replace(aside, path)
-    except BaseException:
-        aside.unlink(missing_ok=True)
-        raise
+    finally: aside.unlink(missing_ok=True)    # there only if something above failed
 
 
 def reason_of(

@@ -351,9 +351,11 @@ def kept_rows(
     if not cache.exists(): return None
     try:
         with np.load(cache) as stored:
-            return None if str(stored['made_of']) != made_of else tuple(
+            if str(stored['made_of']) != made_of: return None
+            train, held = (
                 {kind: Rows(kind, stored[f'{part} {kind} ids'], stored[f'{part} {kind} offsets']) for kind in 'PAV'}
                 for part in ('train', 'held'))
+            return train, held
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
         logger.warning('%s: damaged (%s), and made again', cache, error)
 

@@ -26,6 +26,7 @@ import pandas as pd
 
 from .monitor import (
     PANELS, Curves, MetricError, console_line, health_report, numbers_of, values_of)
+from .positions import replacing
 
 # %% ../nbs/21_records.ipynb #f5c3c3df
 def write_atomic(
@@ -33,17 +34,12 @@ def write_atomic(
     content: str | bytes,  # all of it; text is written as UTF-8, line feeds as they are
 ) -> Path:                 # the same path
     """Write a whole file so that a reader sees the old content or the new, never a part."""
-    aside = path.with_name(f'.{path.name}.{os.getpid()}.part')
     try:
-        with open(aside, 'wb') as file:
-            file.write(content.encode('utf-8') if isinstance(content, str) else content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(aside, path)
+        with replacing(path, f'.{os.getpid()}') as aside:
+            aside.write_bytes(content.encode('utf-8') if isinstance(content, str) else content)
     except OSError as error:
         error.filename = error.filename or str(path)    # a full disk does not say for which file it had no room
         raise
-    finally: aside.unlink(missing_ok=True)  # there only if something above failed
     return path
 
 # %% ../nbs/21_records.ipynb #acba652a

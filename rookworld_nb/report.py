@@ -190,7 +190,7 @@ def number(
     "A number as the page shows it."
     if isinstance(value, bool | str) or not isinstance(value, int | float | np.number):
         return '-' if value is None else str(value)
-    return '-' if math.isnan(value) else ('∞' if value > 0 else '-∞') if math.isinf(value) else f'{value:{form}}'
+    return '-' if math.isnan(value) else f'{value:{form}}'.replace('inf', '∞')
 
 # %% ../nbs/32_report.ipynb #ede74863
 #: Held-out metrics that are better when they fall.
@@ -427,16 +427,17 @@ def findings(
     judged: Iterable[list[Light]],   # the lights of each step
 ) -> list[Finding]:  # the gravest first, then in the order in which they began
     "Group what the lights said by metric and reason."
-    groups: dict[tuple[str, str, str], list[tuple[int, Light]]] = {}
-    for step, found in zip(steps, judged):
-        for light in found:
+    groups: dict[tuple[str, str, str], dict[int, Light]] = {}
+    for step, row in zip(steps, judged):
+        for light in row:
             if light.colour != 'green':
-                groups.setdefault((light.metric, light.edge, light.words), []).append((step, light))
+                groups.setdefault((light.metric, light.edge, light.words), {})[step] = light
     found = []
     for (metric, edge, words), seen in groups.items():
-        values = [light.value for _, light in seen]
-        found.append(Finding(metric, edge, words, max((light.colour for _, light in seen), key=COLOURS.index),
-                             [step for step, _ in seen], (min if edge.startswith('below') else max)(values)))
+        colour = max((light.colour for light in seen.values()), key=COLOURS.index)
+        farthest = min if edge.startswith('below') else max
+        worst = farthest(light.value for light in seen.values())
+        found.append(Finding(metric, edge, words, colour, list(seen), worst))
     return sorted(found, key=lambda each: (-COLOURS.index(each.colour), each.steps[0]))
 
 
@@ -681,11 +682,11 @@ def facts(
     if not run.rows:
         return found
     last = run.rows[-1]
-    seconds = sum(time for row in run.rows if not math.isnan(time := row.get('step_time', math.nan)))
-    rewards = [reward for row in run.rows if not math.isnan(reward := row.get('reward', math.nan))]
+    seconds, rewards = np.nansum(column(run.metrics, 'step_time')), column(run.metrics, 'reward')
+    rewards = rewards[~np.isnan(rewards)]
     found |= {'First step': clock_text(run.rows[0]), 'Last step': clock_text(last)}
     found['Time in steps'] = f'{seconds/60:.1f} min'
-    if rewards:
+    if len(rewards):
         first, best, now = map(number, (rewards[0], max(rewards), rewards[-1]))
         found['Reward of a batch'] = f'{first} at first, {best} the highest, {now} at last'
     counted = {'Tokens': 'num_tokens', 'Skipped updates': 'skipped_updates', 'Recoveries': 'recoveries'}

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from .rules import PATIENCE, Candidate, EngineError, EnvStep, env_step, legal_moves, win_probability
 from .tasks import (
-    MAX_MOVES, EnvAnswer, PolicyAnswer, env_parts, parse_env, parse_policy, read_prompt, task_of)
+    MAX_MOVES, EnvAnswer, PolicyAnswer, env_parts, fault_of, parse_env, parse_policy, read_prompt, task_of)
 
 # %% ../nbs/05_rewards.ipynb #06fb0aa1
 Shaping = Literal['graduated', 'continuous', 'linear', 'binary', 'ladder']
@@ -392,7 +392,8 @@ def stored_truth(
     """Read a stored target; cached, because every prompt is scored many times."""
     answer = read_policy(target)    # not of another position, and nothing in it that cannot be read
     if not answer.has_form():
-        raise BadTarget(f'target {target!r} must be M: 1 to {MAX_MOVES} moves E: as many evaluations B: a move')
+        raise BadTarget(f'target {target!r} must be M: 1 to {MAX_MOVES} moves E: as many evaluations B: a move '
+                        f'({fault_of(prompt + target)})')
     fen = read_prompt(prompt).fen
     if wrong := [m for i, m in enumerate(answer.moves) if m not in legal_moves(fen) or m in answer.moves[:i]]:
         raise BadTarget(f'target {target!r}: {wrong[0]} is illegal in {fen} or listed twice')
@@ -405,6 +406,8 @@ def check_rows(
     targets: Sequence[str | None],  # N
 ) -> None:
     """Raise BadTarget for columns of different length, and for what is no text: pandas has NaN where nothing is."""
+    if str in map(type, (prompts, completions, targets)):
+        raise BadTarget('prompts, completions and targets are lists; of a single answer lists of one text')
     if not len(prompts) == len(completions) == len(targets):
         raise BadTarget(f'{len(prompts)} prompts, {len(completions)} completions and {len(targets)} targets; '
                         'give as many of each, a prompt once for every completion of it')

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['logger', 'MATE_REWARD', 'DRAW_REWARD', 'ILLEGAL_REWARD', 'ORDINARY_REWARD', 'MATE_SCORE', 'PATIENCE', 'LABEL_NODES',
-           'InvalidFen', 'parse_board', 'legal_moves', 'EnvStep', 'move_reward', 'env_step', 'fen_key',
+           'InvalidFen', 'parse_board', 'own_board', 'legal_moves', 'EnvStep', 'move_reward', 'env_step', 'fen_key',
            'win_probability', 'Candidate', 'EngineNotFound', 'EngineError', 'find_stockfish', 'CacheError',
            'AnalysisCache', 'check_cache', 'Stockfish', 'StockfishPool']
 
@@ -40,7 +40,7 @@ _HARMLESS = chess.STATUS_BAD_CASTLING_RIGHTS | chess.STATUS_INVALID_EP_SQUARE  #
 @functools.lru_cache(maxsize=1024)
 def parse_board(
     fen: str,      # FEN of a possible position
-) -> chess.Board:  # shared between callers: copy it before pushing
+) -> chess.Board:  # shared between callers: push moves on `own_board`
     "The board of a FEN; one that describes no position, or an impossible one, is an InvalidFen that says why."
     try: board = chess.Board(fen)
     except (ValueError, AttributeError, TypeError) as error:
@@ -51,6 +51,12 @@ def parse_board(
         raise InvalidFen(f"impossible position: {fen!r} ({why})")
     if problems & chess.STATUS_INVALID_EP_SQUARE: board.ep_square = None    # else a pawn captures what is not there
     return board
+
+def own_board(
+    fen: str,      # FEN of a possible position
+) -> chess.Board:  # the caller's
+    "The board of a FEN, to push moves on."
+    return parse_board(fen).copy(stack=False)
 
 @functools.lru_cache(maxsize=1024)
 def legal_moves(
@@ -84,7 +90,7 @@ def env_step(
 ) -> EnvStep:                     # next position, reward, flags
     "Play one move by the rules of chess."
     if uci not in legal_moves(fen): return EnvStep(fen, ILLEGAL_REWARD, False, True)
-    board = parse_board(fen).copy(stack=False)
+    board = own_board(fen)
     board.push(chess.Move.from_uci(uci))
     reward = move_reward(board)
     return EnvStep(board.fen(), reward, reward != ORDINARY_REWARD, False)

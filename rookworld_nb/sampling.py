@@ -132,14 +132,13 @@ def generate(
     shape, device = (max_new_tokens, len(prompt_ids), group_size), prompt_ids.device
     noise = torch.rand(shape, generator=generator, dtype=torch.float32, device=generator.device if generator else 'cpu')
     noise, prompt_ids, prompt_mask = noise[:, share].flatten(1).to(device), prompt_ids[share], prompt_mask[share]
-    shape, t = noise.shape[::-1], -1
-    ids = torch.full(shape, end_id, device=device)
-    mask, logprobs = (torch.zeros(shape, dtype=dtype, device=device) for dtype in (torch.bool, torch.float32))
+    ids = torch.full(noise.shape[::-1], end_id, device=device)
+    mask, logprobs = torch.zeros_like(ids, dtype=torch.bool), torch.zeros_like(ids, dtype=torch.float32)
+    if not len(ids): return ids[:, :0], mask[:, :0], logprobs[:, :0]    # an empty share
     with torch.autocast(device.type, enabled=False):  # weights that a bf16 model converts stay converted until the end
-        prefix = model.prefill(prompt_ids, prompt_mask) if len(ids) else None
-        if prefix and model.decoder: return model.decoder(model, prefix, noise, temperature, end_id)
-        steps = decode(model, prefix, noise, temperature, end_id) if prefix else ()
-        for t, (rows, tokens, chosen) in enumerate(steps):
+        prefix = model.prefill(prompt_ids, prompt_mask)
+        if model.decoder: return model.decoder(model, prefix, noise, temperature, end_id)
+        for t, (rows, tokens, chosen) in enumerate(decode(model, prefix, noise, temperature, end_id)):
             ids[rows, t], mask[rows, t], logprobs[rows, t] = tokens, True, chosen
     return ids[:, :t+1], mask[:, :t+1], logprobs[:, :t+1]
 
@@ -332,7 +331,7 @@ def hidden_logprobs(
 ) -> tuple[Tensor, Tensor | None]:  # (N, T) log-probabilities and entropies, nats, fp32; 0 where masked
     'The second half of `completion_logprobs`, for those who need the hidden states too.'
     completion_mask = completion_mask.bool()
-    score = token_logprobs if model.compile_mode is None else compiled(token_logprobs, model.compile_mode)
+    score = compiled(token_logprobs, model.compile_mode)
     def scored(hidden, ids): return score(model, hidden, ids, temperature, with_entropy)
     size = tile_rows(hidden, model.cfg.vocab_size)
     places = (~completion_mask).flatten().byte().argsort(stable=True)[:len(hidden)]    # nobody has to wait for a GPU

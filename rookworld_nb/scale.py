@@ -9,7 +9,7 @@ __all__ = ['logger', 'SPACES', 'PAIR', 'NOT_SEARCHED', 'KINDS', 'FALL', 'BATCHES
            'Search', 'trial_config', 'space_words', 'check_search', 'hopeless', 'Verdict', 'verdict_of', 'judged_task',
            'examine_run', 'train_trial', 'run_trial', 'suggest', 'connect', 'open_study', 'is_lost', 'by_ticket',
            'is_given_up', 'reissue', 'study_facts', 'deal', 'NoRoom', 'outcome_of', 'in_words', 'TakenTwice', 'claim',
-           'claimed', 'attempt', 'is_done', 'trials_of', 'tables_of', 'work', 'run_search', 'trial_table', 'listed',
+           'attempt', 'is_done', 'trials_of', 'tables_of', 'leave_group', 'work', 'run_search', 'trial_table', 'listed',
            'labels_of', 'success_rates', 'importance', 'why_failed', 'best_of', 'search_report', 'plot_success',
            'plot_slices']
 
@@ -45,7 +45,7 @@ from .config import FREE, TrainConfig
 from .evaluate import ROUNDING, Z95, evaluate, student_t, wilson_interval
 from .flags import UsageError, as_text, parse_value, words_of
 from .hardware import HardwareConfig
-from .labels import leave_group, stop
+from .labels import stop
 from .model import num_parameters
 from .monitor import BLUE, MUTED, ORANGE, Picture
 from .records import metric_rows, optional_module, write_atomic
@@ -325,15 +325,13 @@ def train_trial(
     done = (row for row in metric_rows(run.folder/'metrics.jsonl') if row['step'] <= run.trainer.step)
     rewards, config = {row['step']: row['reward'] for row in done}, run.config
     judged = search.prune and not (config.reward_warmup_steps or config.easy_first)    # which change rewards themselves
-    if judged and (why := hopeless([*rewards.values()], config.steps, updates_per_batch(run))):
-        return why    # it was broken off in the step after which it is judged
+    def fallen(): return hopeless([*rewards.values()], config.steps, updates_per_batch(run)) if judged else ''
+
     with closing(run.steps()) as steps:
-        for row in steps:
+        while not (why := fallen()) and (row := next(steps, None)):    # a resumed trial is judged first
             rewards[row['step']] = row['reward']
             trial.report(row['reward'], int(row['step']))
-            if judged and (why := hopeless([*rewards.values()], config.steps, updates_per_batch(run))):
-                return why
-    return run.trainer.stop_reason if run.trainer.diverged else ''
+    return why or (run.trainer.stop_reason if run.trainer.diverged else '')
 
 
 def run_trial(
@@ -526,25 +524,17 @@ def claim(
     except FileExistsError:
         raise TakenTwice(f'trial {number}') from None
 
-
-def claimed(
-    search: Search,  # what to do
-    trial,           # an optuna.Trial
-) -> None:           # or TakenTwice
-    "Take a trial; a folder that takes no file is an interruption, and none of the tries that a trial has."
-    try:
-        claim(search.folder, trial.study.user_attrs['id'], trial.number)
-    except OSError as error:
-        trial.set_user_attr('interrupted', True)
-        raise NoRoom(f'{search.folder}: {error}') from error
-
 # %% ../nbs/34_scale.ipynb #2d48c5ca
 def attempt(
     search: Search,  # what to do
     trial,           # an optuna.Trial
 ) -> float:          # gain
     "What Optuna maximises: do the trial of a ticket and write down how it ended."
-    claimed(search, trial)
+    try:
+        claim(search.folder, trial.study.user_attrs['id'], trial.number)
+    except OSError as error:    # an interruption, and none of the tries that a trial has
+        trial.set_user_attr('interrupted', True)
+        raise NoRoom(f'{search.folder}: {error}') from error
     trial.storage.record_heartbeat(trial._trial_id)    # at once: a worker that dies unseen is never missed
     optuna, study, ticket = optional_module('optuna', 'search'), trial.study, trial.user_attrs.get('ticket')
     others = [other for other in by_ticket(study).get(ticket, []) if other.number < trial.number]
@@ -623,6 +613,11 @@ def tables_of(
         codes = ', '.join(str(process.exitcode) for process in processes)
         raise WorkersLost(f'{len(table)} of {search.size} trials are done, and no worker is left (exit codes {codes}); '
                           f'the same command goes on from here')
+
+# %% ../nbs/34_scale.ipynb #433216e6
+def leave_group() -> None:
+    "Ctrl-C reaches a whole group of processes: a worker leaves it, and hears of it from its starter alone, once."
+    if hasattr(os, 'setpgid'): os.setpgid(0, 0)    # Windows has no such groups
 
 # %% ../nbs/34_scale.ipynb #693dd53c
 STOPPED = 3    # exit code of a worker that has said why
@@ -738,17 +733,18 @@ def importance(
 ) -> pd.Series:               # by setting, the largest first, in sum 1; empty with fewer than ENOUGH gains
     "Optuna's importance (PED-ANOVA) of the settings for being among the best quarter by gain."
     optuna, done = optional_module('optuna', 'search'), table[table['gain'].notna()]
-    values = {name: listed(done[name]) for name in space if done[name].nunique(dropna=False) > 1}
-    kinds = {name: optuna.distributions.FloatDistribution(float(done[name].min()), float(done[name].max()),
-                                                          log=isinstance(space[name], Span) and space[name].log)
-             if few is None else optuna.distributions.CategoricalDistribution(tuple(dict.fromkeys(few)))
-             for name, few in values.items()}
+    columns, kinds = {}, {}
+    for name in [name for name in space if done[name].nunique(dropna=False) > 1]:
+        if (values := listed(done[name])) is None:
+            values, log = done[name].tolist(), isinstance(space[name], Span) and space[name].log
+            kinds[name] = optuna.distributions.FloatDistribution(float(min(values)), float(max(values)), log=log)
+        else:
+            kinds[name] = optuna.distributions.CategoricalDistribution(tuple(dict.fromkeys(values)))
+        columns[name] = values
     if len(done) < ENOUGH or not kinds:
         return pd.Series(dtype=float)
     study = optuna.create_study(direction='maximize')
-    columns = {name: done[name].tolist() if few is None else few for name, few in values.items()}
-    for number, gain in enumerate(done['gain']):
-        params = {name: column[number] for name, column in columns.items()}
+    for params, gain in zip(pd.DataFrame(columns, dtype=object).to_dict('records'), done['gain']):
         study.add_trial(optuna.trial.create_trial(params=params, distributions=kinds, value=gain))
     with warnings.catch_warnings(action='ignore', category=optuna.exceptions.ExperimentalWarning):
         judge = optuna.importance.PedAnovaImportanceEvaluator(target_quantile=BEST)

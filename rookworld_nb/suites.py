@@ -36,7 +36,7 @@ from .evaluate import completions, mean_interval, wilson_interval
 from .model import GPT
 from .positions import PUZZLES, random_endgame, random_play, text_file
 from .rewards import read_env, read_policy
-from .rules import Stockfish, env_step, fen_key, find_stockfish, legal_moves, parse_board
+from .rules import Stockfish, env_step, fen_key, find_stockfish, legal_moves, own_board, parse_board
 from .tasks import (
     ANSWER_TOKENS, HISTORY_PLIES, EnvAnswer, PolicyAnswer, env_prompt, is_fen, parse_policy, policy_prompt)
 
@@ -80,7 +80,7 @@ def lichess_puzzle(
     """A row of the Lichess puzzle database."""
     if missing := [name for name in ('PuzzleId', 'FEN', 'Moves') if not row.get(name)]:
         raise SuiteError(f'a Lichess puzzle needs {", ".join(missing)}')
-    board, moves, questions = parse_board(row['FEN']).copy(stack=False), row['Moves'].split(), []
+    board, moves, questions = own_board(row['FEN']), row['Moves'].split(), []
     if not moves or len(moves) % 2:
         raise SuiteError(f'{row["Moves"]!r}: the opponent moves first, and the solver last')
     for number, uci in enumerate(moves):
@@ -357,12 +357,10 @@ def tactic_puzzles(
     count: int = 300,                        # how many
     seed: int = 4,                           # with the engine's version everything follows from it
     exclude: Collection[str] = frozenset(),  # fen_key of positions that must not occur
-    path: str | Path | None = None,          # the executable; None: find_stockfish
-    nodes: int = 20_000,                     # of the second look
 ) -> list[Puzzle]:  # distinct by fen_key, one of a game; one move is right
     """Make puzzles in which one move decides and does not mate at once; needs Stockfish."""
     rng, found = random.Random(f'{seed} tactics'), {}
-    with Stockfish(path) as quick, Stockfish(path, nodes) as judge:
+    with Stockfish() as quick, Stockfish(nodes=20_000) as judge:
         while len(found) < count:
             for sample in labelled_game(quick, rng):
                 key, pawns = fen_key(sample.fen), parse_policy(sample.completion).evals
@@ -487,7 +485,7 @@ def self_play(
 ) -> pd.DataFrame:          # one row a game: opening, legal, exact (half-moves), end (illegal, unreadable, over, limit)
     """Play games with oneself, all side by side, until a move is illegal in the true position."""
     check_games(fens, max_plies)
-    games = [_SelfGame(parse_board(fen).copy(stack=False), parse_board(fen).fen()) for fen in fens]
+    games = [_SelfGame(own_board(fen), parse_board(fen).fen()) for fen in fens]
     while running := [game for game in games if not game.end]:
         for game, answer in zip(running, player([game.shown for game in running]), strict=True):
             game.move(answer.best)
@@ -530,7 +528,7 @@ def uci_board(
     """Set up what another program describes."""
     start, _, moves = f'{" ".join(words)} '.partition(' moves ')
     fen = chess.STARTING_FEN if start.strip() == 'startpos' else start.removeprefix('fen ').strip()
-    board = parse_board(fen).copy(stack=False)    # raises InvalidFen where nobody could play
+    board = own_board(fen)    # raises InvalidFen where nobody could play
     for uci in moves.split():
         if not board.push_uci(uci): raise SuiteError(f'{uci} is no move')    # python-chess lets a side pass
     policy_prompt(board.fen())  # raises TaskFormatError where a counter has more digits than a prompt
@@ -610,7 +608,7 @@ def play_match(
     """Play every opening with both colours, all games side by side."""
     check_games(fens, max_plies)
     rng = random.Random(f'{seed} match')
-    games = [_MatchGame(fen, colour, parse_board(fen).copy(stack=False)) for fen in fens for colour in chess.COLORS]
+    games = [_MatchGame(fen, colour, own_board(fen)) for fen in fens for colour in chess.COLORS]
     while running := [game for game in games if not game.end(max_plies)]:
         mine, theirs = ([game for game in running if (game.board.turn == game.colour) == own] for own in (True, False))
         for game in theirs:

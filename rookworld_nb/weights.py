@@ -163,10 +163,10 @@ def check_tensor(
     shape: torch.Size,  # as the model wants it
 ) -> None:
     'Refuse a tensor of the wrong shape or kind.'
-    if tensor.shape != shape: fault = f'has shape {tuple(tensor.shape)}, must be {tuple(shape)}'
-    elif not tensor.is_floating_point(): fault = f'holds {tensor.dtype}, must be floating point'
-    else: return
-    raise ModelFileError(f'tensor {name} {fault}')
+    if tensor.shape != shape:
+        raise ModelFileError(f'tensor {name} has shape {tuple(tensor.shape)}, must be {tuple(shape)}')
+    if not tensor.is_floating_point():
+        raise ModelFileError(f'tensor {name} holds {tensor.dtype}, must be floating point')
 
 # %% ../nbs/01_weights.ipynb #9a15c8d2
 def check_finite(

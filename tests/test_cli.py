@@ -827,8 +827,7 @@ def test_each_of_two_models_is_shown_as_many_moves_as_it_is_used_to(call, tiny, 
     (cwd/'own.txt').write_text(f'A: {line}\n'*2)
     sizes, asked = iter([1, 10**9]), []
     monkeypatch.setattr('rookworld_nb.model.num_parameters', lambda model: next(sizes))
-    measured = cli.measure
-    monkeypatch.setattr(cli, 'measure', lambda loaded, samples, *rest, **options: asked.append(samples[0].prompt) or measured(loaded, samples, *rest, **options))
+    monkeypatch.setattr('rookworld_nb.evaluate.evaluate', lambda *given, **options: asked.append(given[2][0].prompt) or evaluate(*given, **options))
     assert call('eval', '--data', 'own.txt', '--suite', 'env', '--model', 'nano', '--against', tiny)[0] == 0
     assert [prompt.split('+')[2] for prompt in asked] == ['h1g1', 'b1b2 h1g1']
 

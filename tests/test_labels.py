@@ -150,26 +150,13 @@ def test_a_shard_has_one_owner(quick, tmp_path):
     cut_inputs(job, [tmp_path/'in.txt'], Engine.name)
     with locked(job.place('lock', 0)) as mine:
         assert mine and not label_shard(job, 0, Engine()) and not job.place('done', 0).exists()
-    assert not label_shard(job, 0, Engine(), orphaned=lambda: True) and label_shard(job, 0, Engine()) and label_shard(job, 0, Engine())
+    assert label_shard(job, 0, Engine()) and label_shard(job, 0, Engine())
 
 
-def test_a_worker_whose_starter_is_gone_leaves_shards_undone(tmp_path, monkeypatch):
-    asked, left = [], []
-
-    class Slow(Engine):
-        def analyse(self, fen):
-            asked.append(fen)
-            time.sleep(.05)
-            return super().analyse(fen)
-    monkeypatch.setattr(labels, 'Stockfish', Slow)
-    monkeypatch.setattr(labels, 'parent_process', lambda: SimpleNamespace(is_alive=lambda: False))
-    monkeypatch.setattr(labels, 'leave_group', lambda: left.append(True))    # pytest stays in the group of its terminal
-    (tmp_path/'in.txt').write_text('\n'.join(games(60)))
-    job = Labelling(str(tmp_path/'out.txt'), shards=4)
-    cut_inputs(job, [tmp_path/'in.txt'], Engine.name)
-    label_worker(job, 0, 1)
-    assert left and 1 <= len(asked) <= 20    # it looks every half second
-    assert not all(job.place('done', n).exists() for n in range(4))
+def is_running(process):
+    "Whether a process is there, and no zombie that nobody has collected."
+    try: return Path(f'/proc/{process}/stat').read_text().rpartition(') ')[2][0] != 'Z'
+    except (FileNotFoundError, ProcessLookupError): return False
 
 
 def children_of(process): return [int(child) for child in Path(f'/proc/{process}/task/{process}/children').read_text().split()]
@@ -198,8 +185,14 @@ def test_killed_three_times_at_any_moment(tmp_path):
                 time.sleep(rng.random()/4)
             assert job.wait(100) == 2
         else:
+            workers = children_of(job.pid)
+            left = [*workers, *(engine for worker in workers for engine in children_of(worker))]
             (os.killpg if whom == 'everybody' else os.kill)(job.pid, signal.SIGKILL)
             job.wait(100)
+            deadline = time.monotonic() + 20    # nobody outlives the starter
+            while any(map(is_running, left)):
+                assert time.monotonic() < deadline
+                time.sleep(.01)
     done = subprocess.run([*map(str, words)], env=os.environ | {'PYTHONPATH': str(ROOT)}, text=True, capture_output=True, timeout=300)
     assert done.returncode == 0 and json.loads(done.stdout) == {'lines': 2000, 'single': 0, 'malformed': 0, 'failed': 0}, done.stderr
     assert 'shards: 8 of 8, 0 minutes to go' in done.stderr

@@ -3,6 +3,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+import chess
 import pytest
 import torch
 
@@ -15,21 +16,45 @@ SNIPPETS = re.findall(r'^```python\n(.*?)^```', Path(__file__).parent.with_name(
 @pytest.fixture
 def run_snippet(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    def run(word):
+    def run(word, names=None):
         snippet, = (one for one in SNIPPETS if word in one)
-        names = {}
+        names = {} if names is None else names
         exec(snippet, names)
         return names
     return run
 
 
+def learns_from_own_advantages(names):
+    "Those of the second snippet, in the task of the first; and they are what the text says."
+    model = names['GPT'](names['model'].cfg)
+    collector = names['Collector'](model, None, names['tokenizer'], names['repeat'](names['prompts']), names['count_a'], names['config'])
+    trainer = names['Trainer'](model, replace(names['trainer'].config, steps=40))
+    rewards = [row['reward'] for row in trainer.run(map(names['beaten'], collector))]
+    assert rewards[0] < .05 and rewards[-1] > .3, rewards
+    part = names['beaten'](next(collector)).parts[0]
+    for rewards, advantages in zip(part.rewards.view(-1, 8), part.advantages.view(-1, 8)):
+        by_hand = [(sum(one > other for other in rewards) - sum(one < other for other in rewards))/7 for one in rewards]
+        torch.testing.assert_close(advantages, torch.stack(by_hand).float())
+
+
 def test_another_task_than_chess_is_learned(run_snippet, tmp_path):
     """From random weights to what the comment beside it says; the same with every run."""
-    with torch.random.fork_rng(devices=[]): names = run_snippet('count_a')
+    with torch.random.fork_rng(devices=[]):
+        names = run_snippet('count_a')
+        learns_from_own_advantages(run_snippet('def beaten', names))
     rewards = names['rows']['reward']
     assert rewards.iloc[0] < .05 and rewards.iloc[-1] > .98 and (tmp_path/'letters.png').stat().st_size > 10_000
     first, last = (re.search(r'from \.(\d+) to \.(\d+), in seconds', next(one for one in SNIPPETS if 'count_a' in one))).groups()
     assert f'{rewards.iloc[0]:.2f}' == f'0.{first}' and f'{rewards.iloc[-1]:.2f}' == f'0.{last}'
+
+
+def test_games_in_pgn_give_positions(run_snippet, tmp_path):
+    games = ('[White "Anna"]\n[Black "Ben"]\n\n1. e4 e5 2. Nf3 *\n', '[White "Ben"]\n[Black "Anna"]\n\n1. d4 d5 2. c4 e6 *\n')
+    (tmp_path/'games.pgn').write_text('\n'.join(games))
+    run_snippet('import chess.pgn')
+    fens = (tmp_path/'fens.txt').read_text().splitlines()
+    assert [fen.split()[1] for fen in fens] == ['w', 'w', 'b', 'b'] and fens[0] == chess.STARTING_FEN
+    assert chess.Board(fens[2]).piece_at(chess.D4) and chess.Board(fens[3]).piece_at(chess.C4)
 
 
 def test_a_run_is_read_and_paid_as_it_was(run_snippet, tmp_path, capsys):

@@ -640,6 +640,16 @@ def test_a_target_that_is_partly_unreadable_or_of_a_position_is_refused(target):
     with pytest.raises(BadTarget, match='must be M: 1 to 5 moves'): stored_truth(P, target)
 
 
+def test_a_target_is_refused_with_the_part_that_is_wrong():
+    with pytest.raises(BadTarget, match=r"B: a move \(move 1 'f1b9' is no UCI move such as e2e4\)"): stored_truth(P, TARGET.replace('f1b5', 'f1b9', 1))
+    with pytest.raises(BadTarget, match=r'\(no B: after the evaluations\)'): stored_truth(P, TARGET.rpartition(' B:')[0])
+
+
+def test_a_single_answer_goes_in_as_lists():
+    with pytest.raises(BadTarget, match='are lists; of a single answer lists of one text'): RewardScorer()(P, TARGET, TARGET)
+    assert RewardScorer()([P], [TARGET], [TARGET]).rewards.tolist() == [1.]
+
+
 @pytest.mark.parametrize('rewards, columns, words', [
     (torch.zeros(3), ('task', 'raw', 'reward'), r'\(3,\) rewards for a table of 2 rows'), ([1., 2.], ('task', 'reward'), 'lacks raw; it has task, reward'),
     (torch.zeros(2, 1), ('task', 'raw', 'reward'), r'\(2, 1\) rewards')])

@@ -986,3 +986,14 @@ def test_each_guest_has_a_row_of_its_own(tmp_path):
     guests = Guest(), Guest()
     rows = [row['step'] for _, row in zip(range(2), Run(replace(TINY, output_dir=str(tmp_path/'run'))).steps(guests))]
     assert rows == guests[0].steps == guests[1].steps == [1, 2]
+
+
+def test_a_writer_that_is_none_is_found_before_the_first_step(tmp_path):
+    class Half:
+        def log(self, row): raise AssertionError('never reached')
+    with pytest.raises(RunError, match='writers: Half cannot be called; each is called with the run folder'):
+        train(replace(SHORT, output_dir=str(tmp_path/'run')), [Half()])
+    assert not (tmp_path/'run').exists()
+    with pytest.raises(RunError, match='writers: Half has no method close; each is called with'):
+        train(replace(SHORT, output_dir=str(tmp_path/'run')), [lambda folder, settings: Half()])
+    assert not (tmp_path/'run'/'metrics.jsonl').exists()

@@ -26,6 +26,13 @@ def test_the_plan_counts_what_is_sampled(tmp_path):
         assert text in planned_work(run) and f'of {len(sampled)} batches' in planned_work(run)
 
 
+def test_the_plan_says_whose_held_out_positions_they_are(tmp_path):
+    write_lines(by_task(shipped('train'))['P'][:20], tmp_path/'own.txt')
+    with closing(Setup(replace(TINY, output_dir=str(tmp_path/'run')))) as run: assert 'of the package' not in planned_work(run)
+    own = replace(TINY, data=str(tmp_path/'own.txt'), mix_env_ratio=0., answer_coef=0., answer_positions=TrainConfig.answer_positions, output_dir=str(tmp_path/'run'))
+    with closing(Setup(own)) as run: assert 'held-out positions, of the package and not of --data' in planned_work(run)
+
+
 def test_two_runs_of_one_second_have_folders_of_their_own():
     assert len({run_folder(TrainConfig()) for _ in range(20)}) == 20
 
@@ -36,6 +43,20 @@ def test_heldout_positions_never_reach_training(tmp_path, caplog):
     samples = training_samples(replace(SHORT, eval_policy=0, eval_env=0, data=str(tmp_path/'mixed.txt')))    # other runs examine them
     assert f'{155 - len(samples)} of 155 lines show positions of the evaluation' in caplog.text
     assert len(samples) == 100 and not {fen_key(s.fen) for s in samples} & {fen_key(s.fen) for s in heldout}
+
+
+def test_a_label_that_is_not_read_is_said(tmp_path, caplog):
+    "Where the engine judges while the run goes on, no target is read at all."
+    fen, path = chess.STARTING_FEN, tmp_path/'own.txt'
+    lines = [f'P: {fen} M: e2e4 d2d4 E: 0.3 {second} B: {best}' for second, best in (('0.2', 'e2e4'), ('0.3', 'd2d4'), ('0.2', 'd2d4'), ('0.2', 'a2a3'))]
+    path.write_text('\n'.join(lines[:2]))
+    config = replace(SHORT, data=str(path), mix_env_ratio=0.)
+    assert len(training_samples(config)) == 2 and not caplog.text
+    path.write_text('\n'.join(lines))
+    training_samples(replace(config, stockfish_path='stockfish'))
+    assert not caplog.text
+    training_samples(config)
+    assert 'in 2 of 4 P: lines another move than the B: has the highest evaluation' in caplog.text
 
 
 def test_right_answers_need_prompts_to_answer(tmp_path):
