@@ -696,7 +696,10 @@ def test_what_was_not_judged_is_compared_with_nothing_and_moves_no_other(model, 
     assert_close(some[:2].flatten(), compute_advantages(rewards, G, **{'scale_rewards': 'group'} | kwargs))
     alone = [experience.table['reward'][:2*G].to_numpy().reshape(2, G) for experience in found]
     assert found[1].metrics()['reward_std'] == pytest.approx(alone[1].std(1, ddof=1).mean())
-    assert found[1].metrics()['completions/unjudged'] == pytest.approx(1/3)
+    shown, judged = found[1].metrics(), alone[1]    # the rest neither lowers the mean reward nor counts as a tie
+    assert [shown[name] for name in ('reward', 'task_P/reward', 'reward_75pct')] == pytest.approx([judged.mean(), judged.mean(), np.quantile(judged, .75)])
+    assert shown['frac_reward_zero_std'] == np.mean(np.ptp(judged, 1) == 0)
+    assert shown['completions/unjudged'] == pytest.approx(1/3)
     part = found[1].parts[0]
     assert not part.loss_mask[2*G:].any() and torch.equal(part.loss_mask[:2*G], part.rollouts.completion_mask[:2*G])
 

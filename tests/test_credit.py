@@ -2,8 +2,10 @@
 import math
 import random
 import re
+import statistics
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from rookworld_nb.buffer import Collector, idle_groups, stored_groups
+from rookworld_nb.buffer import Collector, idle_groups, mean_advantages, stored_groups
 from rookworld_nb.config import RunError, TrainConfig
 from rookworld_nb.credit import PART_NAMES, PartCredit, earnings_table, part_advantages, share_with_list, token_parts
 from rookworld_nb.grpo import EMATracker, compute_advantages
@@ -101,6 +103,15 @@ def test_the_best_move_shares_with_the_place_where_it_was_first_written():
             assert share == (best if moves[place - 1] == parse_policy(texts[row]).best else 0)
 
 
+def test_a_wrong_field_costs_its_own_tokens_alone():
+    sample = next(sample for sample in SAMPLES['A'] if sample.completion.endswith('+0.001+0+0'))
+    fields = sample.completion.split('+')
+    texts = [sample.completion, *('+'.join([*fields[:i], wrong, *fields[i + 1:]]) for i, wrong in enumerate((f'{fields[0]}7', '0.5', '1', '1')))]
+    judged = RewardScorer(CFG)([sample.prompt]*5, texts, [sample.completion]*5).judged
+    right, *others = earnings_table('A', texts, judged, CFG).tolist()
+    assert [[name for name, mine, best in zip(PART_NAMES['A'], row, right) if mine != best] for row in others] == [['fen'], ['reward'], ['terminated'], ['truncated']]
+
+
 def test_what_was_not_written_and_what_cannot_be_read():
     sample = next(sample for sample in SAMPLES['P'] if len(parse_policy(sample.completion).moves) == 5)
     best = parse_policy(sample.completion).best
@@ -108,6 +119,8 @@ def test_what_was_not_written_and_what_cannot_be_read():
     judged = RewardScorer(CFG)([sample.prompt]*3, texts, [sample.completion]*3).judged
     full, broken, short = (dict(zip(PART_NAMES['P'], row)) for row in earnings_table('P', texts, judged, CFG).tolist())
     assert all(full[f'M{i}'] > 0 for i in range(1, 6)) and short['M1'] > 0 and [short[f'M{i}'] for i in range(2, 6)] == [0]*4
+    mild = earnings_table('P', texts, judged, replace(CFG, illegal_cost=.25))[1, PART_NAMES['P'].index('M2')]
+    assert mild == pytest.approx(-.25*full['M2'])    # as an illegal move
     assert broken['M1'] > 0 > broken['M2'] and [broken[f'M{i}'] for i in range(3, 6)] == [0]*3
     assert short['E:'] == broken['E:'] == short['M1'] and full['E:'] > short['E:'] and math.isnan(short['E2'])
 
@@ -122,7 +135,7 @@ def test_a_rare_part_is_bounded_and_groups_without_a_judgement_do_not_count():
     earned = torch.zeros(256, 1)
     earned[0] = -1
     compare = partial(compute_advantages, scale_rewards='batch')
-    assert compare(earned[:, 0], 8)[0] < -10 and part_advantages(earned, 'a', 8, compare)[0] == -5
+    assert compare(earned[:, 0], 8)[0] < -10 and part_advantages(earned, 'a', 8, compare)[0] == -5 == -part_advantages(-earned, 'a', 8, compare)[0]
     some = torch.rand(16, 1, generator=torch.Generator().manual_seed(0))
     with_unknown = torch.cat([some, torch.full((16, 1), float('nan'))])
     assert_close(part_advantages(with_unknown, 'a', 8, compare)[:16], part_advantages(some, 'a', 8, compare))
@@ -135,7 +148,7 @@ def test_the_best_move_pays_into_its_place_in_the_list_beside_what_that_earned()
     assert shared[0, PART_NAMES['P'].index('M2')] == -1 and shared[0, PART_NAMES['P'].index('B1')] == 1 and shared.ne(0).sum() == 2
 
 
-@pytest.mark.parametrize('setting', [{'reward_shaping': 'graduated'}, {'evals_scaling': 'quadratic'}, {'flags_scaling': 'exponential'}, {'normalize_rewards': True}, {'reward_warmup_steps': 3}])
+@pytest.mark.parametrize('setting', [{'reward_shaping': 'graduated'}, {'candidates_scaling': 'sigmoid'}, {'evals_scaling': 'quadratic'}, {'flags_scaling': 'exponential'}, {'normalize_rewards': True}, {'reward_warmup_steps': 3}])
 def test_rewards_that_are_of_whole_answers_are_refused(setting):
     with pytest.raises(ValueError, match=f'{next(iter(setting))}=.*whole answers'):
         PartCredit(replace(CFG, **setting), load_pretrained('nano')[1])
@@ -150,6 +163,8 @@ def test_a_list_that_ends_early_is_charged_to_the_label_that_ends_it():
     judged = RewardScorer(CFG)([sample.prompt]*4, texts, [sample.completion]*4).judged
     rollouts = rollouts_of(tokenizer, texts, 4)
     advantages = PartCredit(CFG, tokenizer)('P', rollouts, judged)
+    shown = mean_advantages(SimpleNamespace(advantages=advantages, rollouts=rollouts))    # what a table says of an answer: of its own tokens alone
+    assert_close(shown, torch.stack([row[mask].mean() for row, mask in zip(advantages, rollouts.completion_mask)]))
     end = rollouts.completion_ids.tolist()[3].index(tokenizer.token_to_id(' E:'))
     assert advantages[3, end] < -1 and advantages[3, 1:end].abs().max() == 0 and advantages[:, 0].abs().max() == 0
 
@@ -171,6 +186,9 @@ def test_nothing_is_learned_where_nothing_is_known():
     found = part_advantages(earned, 'ab', 2)
     assert found[:2, 1].eq(0).all() and found[2:4].eq(0).all() and found[4:, 0].eq(0).all()
     assert found[0, 0] > .7 and found[1, 0] < -.7 and found[4, 1] > .7 and found[5, 1] < -.7
+    for rest in ([0., .5], [0., 0.]):    # what one of four has not said counts for the others as their mean, and for itself as nothing
+        partly = part_advantages(torch.tensor([[1.], *([x] for x in rest), [nan]]), 'a', 4, partial(compute_advantages, baseline='adaptive', scale_rewards='none'))
+        assert partly[3] == 0 and partly[0] - partly[1] == pytest.approx(1.) and partly[0] == pytest.approx(1 - statistics.median([1., *rest, (1 + sum(rest))/3]))
     model, tokenizer = load_pretrained('nano')
     pairs = answers('P', 1, 8)
     rollouts = rollouts_of(tokenizer, [text for _, text in pairs], 8)

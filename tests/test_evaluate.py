@@ -112,7 +112,8 @@ def test_policy_metrics_by_hand():
 
 def test_listing_everything_is_no_overlap():
     everything = ' '.join(sorted(legal_moves(FEN)))
-    assert policy_metrics(f'M: {everything} E: 0.0 B: f1c4', RUY)['top5_overlap'] < 1
+    found = policy_metrics(f'M: {everything} a1a8 E:{" 0.0"*5} B: f1c4', RUY)
+    assert found['top5_overlap'] < 1 == found['distinct_legal'] and found['right_count'] == 0 and found['legal_fraction'] == 27/28
 
 
 def test_evaluations_are_clipped_on_both_sides():
@@ -146,6 +147,7 @@ def test_env_metrics_part_by_part():
     wrong_clock = env_metrics(f'{new[:-3]}7 3+0.001+0+0', sample)
     assert wrong_clock['board_exact'] == 1 and wrong_clock['state_exact'] == wrong_clock['all_correct'] == 0
     assert .9 < wrong_clock['fen_similarity'] < 1
+    assert [env_metrics(f'{new}+{reward}+0+0', sample)['reward_correct'] for reward in (.005, .02)] == [1, 0]
     false_alarm = env_metrics(f'{new}+1.0+1+0', sample)
     assert false_alarm['state_exact'] == 1 and false_alarm['reward_correct'] == false_alarm['flags_correct'] == 0
     assert false_alarm['predicted'] == 'mate'
@@ -193,6 +195,8 @@ def test_recall_counts_prompts_and_not_their_samples():
     report = recall_table(metrics_table([mate]*2, [right]*8 + [right, 'x']*4))
     assert report.loc['mate', 'n'] == 2 and report.loc['mate', 'recall'] == pytest.approx(.75)
     assert report.loc['mate', ['low', 'high']].tolist() == pytest.approx(wilson_interval(1.5, 2))
+    for half in (right.replace('+1.0+1', '+1.0+0'), right.replace('+1.0+1', '+0.001+1')):    # of reward and flags one alone is right
+        assert recall_table(metrics_table([mate], [half])).loc['mate', 'recall'] == 0
     with pytest.raises(EvaluationError, match='one temperature, not 2'):
         recall_table(pd.concat([metrics_table([mate], [right], temperature) for temperature in (0., .7)]))
 
@@ -343,6 +347,8 @@ def test_the_interval_of_a_share_covers(prompts, samples, share):
 def test_one_success_more_makes_no_interval_smaller():
     none, half = (mean_interval(values) for values in (np.zeros(20), np.eye(20)[0]/2))
     assert half['high'] > none['high'] > .1 and half['low'] > none['low'] == 0
+    mirror = mean_interval(1 - np.eye(20)[0]/2)
+    assert (1 - mirror['high'], 1 - mirror['low']) == pytest.approx((half['low'], half['high']))
     for successes in (-1, 4, math.nan):
         with pytest.raises(EvaluationError, match=f'{successes} successes in 3 trials'): wilson_interval(successes, 3)
 

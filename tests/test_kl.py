@@ -233,6 +233,15 @@ def test_bounds_hold_whatever_is_measured(kls):
     for step, kl in enumerate(kls, 1): assert .01 <= controller.update(kl, step) <= .1
 
 
+@pytest.mark.parametrize('kl, bound', [(0., .01), (9., .1)])
+def test_a_coefficient_stops_at_its_bound_and_a_checkpoint_from_there_is_fine(kl, bound):
+    config = KLConfig(kl_coef=.02, kl_control='adaptive', kl_coef_min=.01, kl_coef_max=.1)
+    controller, resumed = KLController(config), KLController(config)
+    for step in range(1, 9): controller.update(kl, step)
+    resumed.load_state_dict(controller.state_dict())
+    assert controller.kl_coef == resumed.kl_coef == bound
+
+
 @settings(max_examples=30)
 @given(kls=st.lists(st.floats(0, 100), max_size=20))
 def test_fixed_stays_fixed(kls):

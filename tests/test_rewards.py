@@ -82,6 +82,7 @@ def test_each_field_moves_a_reward(name):
 def test_bad_settings_are_named(name, value):
     with pytest.raises(RewardConfigError, match=name):
         RewardConfig(**{name: value})
+    with pytest.raises(RewardConfigError, match='too large to be added up'): RewardConfig(best_weight=1e308, evals_weight=1e308)
 
 
 # ---- no text escapes
@@ -135,6 +136,8 @@ def test_the_ladder_pays_for_beginnings():
     assert rewards(climb, [(P, 'x'), (P, moves), (P, GOOD.partition(' B:')[0]), (P, GOOD)])[[0, 1, 3]].tolist() == pytest.approx([-.3, .2, 1])
     assert rewards(climb, [(P, GOOD.partition(' B:')[0])]).item() >= .6
     assert rewards(climb, [(P, ' M: a1a8 E: 0.5 B: a1a8')]).item() == 0    # readable, and not one legal move
+    assert rewards(climb, [(P, f' M: f1b5 {other} E: 0.4 0.4 B: f1b5') for other in ('a1a8', 'f1b5')]).tolist() == pytest.approx([.4, .4])    # half is no majority
+    assert rewards(climb, [(P, GOOD.replace('B: f1c4', 'B: f1d3'))]).item() == pytest.approx(.8)    # more than half of the content, and not all
     assert rewards(climb, [(A, 'x'), (A, NEW), (A, f'{NEW}+0.001+0'), (A, f'{NEW}+0.001+0+0+0'), (A, RIGHT)]).tolist() \
         == pytest.approx([-.3, .2, .2, .4, 1])
 
@@ -221,6 +224,12 @@ def test_no_repeated_or_illegal_move_raises_the_overlap(listed, extra):
         assert candidates_score(more, TRUTH, CFG) <= candidates_score(PolicyAnswer(None, tuple(listed), (), None), TRUTH, CFG)
 
 
+@pytest.mark.parametrize('count, form', [(1, .8), (2, 1.), (5, 1.), (6, .8)])
+def test_a_list_may_be_neither_a_single_move_nor_of_more_than_five(count, form):
+    moves = sorted(TRUTH.legal)[:count]
+    assert judge_policy(f' M: {" ".join(moves)} E:{" 0.1"*count} B: {moves[0]}', TRUTH, CFG).scores[0] == pytest.approx(form)
+
+
 def test_illegal_costs_more_than_legal_and_unlisted():
     assert candidates_score(policy('f1b5 d2d4 a2a3'), TRUTH, CFG) == .4
     assert candidates_score(policy('f1b5 d2d4 a1a8'), TRUTH, CFG) == pytest.approx(.3)
@@ -246,6 +255,7 @@ def test_evaluations_are_compared_as_win_probabilities():
     truth = PolicyTruth.make(FEN, MOVES, (999.97,)*5)
     nine, two = (evals_score(policy(' '.join(MOVES), (value,)*5), truth, CFG) for value in (9., 2.))
     assert nine > .9 > two
+    assert evals_score(policy('f1b5 f1b5 f1b5', (.45,)*3), TRUTH, CFG) == pytest.approx(.2)    # a repeated move is paid once
 
 
 @pytest.mark.parametrize('prompt, text', [(P, f'{P}{TARGET}'), (P, f'P: {NEW} M: a7a6 a7a5 E: 0.0 0.0 B: a7a6'),
@@ -676,6 +686,14 @@ def test_an_answer_that_nobody_could_judge_earns_nothing_from_a_reward_of_ones_o
     scorer = RewardScorer(RewardConfig(), Failing(answers, lambda fen: fen == samples[1].fen), reward_fn=lambda prompts, completions, table: table['best'])
     scores = scorer([sample.prompt for sample in samples], [GOOD]*4)
     assert scores.components['raw'].isna().tolist() == [False, True, False, False] and scores.rewards[1] == 0 and scores.rewards.isfinite().all()
+
+
+def test_a_reward_of_ones_own_may_spoil_its_table():
+    def spoil(prompts, completions, table):
+        table['raw'] = math.nan
+        return [.5]*len(table)
+    scores = RewardScorer(reward_fn=spoil)([P], [GOOD], [TARGET])
+    assert scores.rewards.tolist() == [.5] and scores.components['raw'].tolist() == [1.]
 
 
 def test_an_examination_is_paid_by_a_scorer_of_ones_own_class():

@@ -1,6 +1,7 @@
 """Sampling and scoring: padding, caching, stopping, frequencies, determinism, refusals."""
 import copy
 import dataclasses
+import itertools
 import math
 from unittest import mock
 
@@ -321,14 +322,17 @@ def test_gradients_equal_those_of_a_full_forward(tokenizer):
 
 @pytest.mark.parametrize('with_entropy', [True, False])
 def test_tiles_change_neither_values_nor_gradients(model, tokenizer, with_entropy, monkeypatch):
-    r, results = sample(model, tokenizer, PROMPTS, 3, 14, 0.8, seeded()), []
+    r, results, scored = sample(model, tokenizer, PROMPTS, 3, 14, 0.8, seeded()), [], []
+    monkeypatch.setattr(GPT, 'logits', lambda self, hidden, logits=GPT.logits: scored.append(len(hidden)) or logits(self, hidden))
     for tile_elements in (2**24, 7*len(WORDS), 1):
         monkeypatch.setattr('rookworld_nb.sampling.TILE_ELEMENTS', tile_elements)
         model.zero_grad()
+        scored.clear()
         logprobs, entropy = completion_logprobs(model, r.prompt_ids, r.prompt_mask, r.completion_ids, r.completion_mask, 3,
                                                 0.8, with_entropy)
         ((logprobs**2).sum() + (entropy.sum() if with_entropy else 0)).backward()
         assert (entropy is not None) == with_entropy
+        assert sum(scored) == int(r.completion_mask.sum())*(1 if tile_elements == 2**24 else 2)    # tiles keep nothing for backward
         results.append([logprobs.detach(), *(p.grad.clone() for p in model.parameters())])
     model.zero_grad()
     for other in results[1:]:
@@ -494,9 +498,9 @@ def test_long_prompts_and_long_completions_of_other_rows_share_a_batch():
     model = make_model(n_positions=8)
     prompts = torch.tensor([[1, 3, 4, 5, 6, 7], [0, 0, 0, 0, 0, 1]])
     ids, mask = torch.tensor([[4, 0, 0, 0, 0, 0], [4, 5, 6, 7, 8, 0]]), torch.tensor([[1, 1, 0, 0, 0, 0], [1]*6]).bool()
-    found = completion_logprobs(model, prompts, prompts > 0, ids, mask, 1, 1.)[0]
-    for row in range(2):
-        part = slice(row, row + 1)
+    for width, row in itertools.product((6, 4), range(2)):    # 4: by one position too many
+        part, ids, mask = slice(row, row + 1), ids[:, :width], mask[:, :width]
+        found = completion_logprobs(model, prompts, prompts > 0, ids, mask, 1, 1.)[0]
         assert_close(found[part], completion_logprobs(model, prompts[part], prompts[part] > 0, ids[part], mask[part], 1, 1.)[0])
 
 

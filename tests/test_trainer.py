@@ -526,10 +526,11 @@ def test_a_piece_without_a_token_needs_no_gradient(model):
     assert row['grad_norm'] > 0 and not same(model, before)
 
 
-def test_the_gradient_is_clipped_to_the_length(model, monkeypatch):
-    trainer, lengths = Trainer(model, config(grad_clip=.01)), []
-    step = trainer.optimizer.step
-    monkeypatch.setattr(trainer.optimizer, 'step', lambda: (lengths.append(torch.cat([p.grad.flatten() for p in model.parameters()]).norm().item()), step()))
+@pytest.mark.parametrize('use_gae', [False, True])
+def test_the_gradient_is_clipped_to_the_length(model, use_gae, monkeypatch):
+    trainer, lengths = Trainer(model, config(grad_clip=.01, use_gae=use_gae)), []
+    step, trained = trainer.optimizer.step, [*model.parameters(), *(trainer.critic.parameters() if use_gae else ())]
+    monkeypatch.setattr(trainer.optimizer, 'step', lambda: (lengths.append(torch.cat([p.grad.flatten() for p in trained]).norm().item()), step()))
     row, = steps(trainer, collector(model), 1)
     assert row['grad_norm'] > .02 and lengths == [pytest.approx(.01, rel=1e-3)]
 
@@ -733,6 +734,7 @@ def test_a_kl_in_the_reward_is_measured_but_no_term_of_the_loss(model):
 
 def test_advantages_of_the_critic_are_those_of_gae(base):
     model, critic = copy.deepcopy(base), Critic(32)
+    assert critic(torch.ones(1, 32)) == 0
     torch.manual_seed(0)
     torch.nn.init.normal_(critic.head.weight)
     experience = uneven(model)
@@ -837,6 +839,7 @@ def test_a_recovery_goes_back_to_what_was_remembered_last(model):
     trainer.config = replace(trainer.config, kl_divergence_threshold=None)
     next(run)
     assert not same(model, good) and equal_states(trainer.good['model'], good)
+    assert_close(trainer.good['optimizer']['state'], state, rtol=0, atol=0)    # for the next recovery
 
 
 def test_a_proposed_state_counts_only_once_an_update_has_found_it_sound(model):
