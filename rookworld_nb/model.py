@@ -126,7 +126,7 @@ class Block(nn.Module):
         mode: str | None = None,  # of torch.compile, for what stands before and behind `attend`; None: as it is
     ) -> Tensor:           # (B, T, D)
         'Attention, then the MLP.'
-        before, behind = compiled(Block.before, mode), compiled(Block.behind, mode)
+        before, behind = (f if mode is None else compiled(f, mode) for f in (Block.before, Block.behind))
         flat = x.flatten(0, 1) if mode is None else x.flatten(0, 1).clone()    # (B*T, D); views are compiled per shape
         mixed = self.attn.mix(before(self, flat).view(*x.shape[:2], -1), attend)    # (B*T, D)
         return behind(self, flat, mixed).view_as(x)
@@ -151,10 +151,10 @@ class Block(nn.Module):
 @lru_cache
 def compiled(
     function: Callable,  # of modules and tensors
-    mode: str | None,    # of torch.compile; None: as it is
+    mode: str,           # of torch.compile
 ) -> Callable:           # the same, for tensors of any size
     'A function by torch.compile.'
-    return function if mode is None else torch.compile(function, dynamic=True, mode=mode)
+    return torch.compile(function, dynamic=True, mode=mode)
 
 
 def pad_vocabulary(

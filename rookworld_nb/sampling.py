@@ -331,7 +331,7 @@ def hidden_logprobs(
 ) -> tuple[Tensor, Tensor | None]:  # (N, T) log-probabilities and entropies, nats, fp32; 0 where masked
     'The second half of `completion_logprobs`, for those who need the hidden states too.'
     completion_mask = completion_mask.bool()
-    score = compiled(token_logprobs, model.compile_mode)
+    score = token_logprobs if model.compile_mode is None else compiled(token_logprobs, model.compile_mode)
     def scored(hidden, ids): return score(model, hidden, ids, temperature, with_entropy)
     size = tile_rows(hidden, model.cfg.vocab_size)
     places = (~completion_mask).flatten().byte().argsort(stable=True)[:len(hidden)]    # nobody has to wait for a GPU
