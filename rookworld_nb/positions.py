@@ -576,8 +576,7 @@ def locked(
         try:
             import fcntl
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            mine = False
+        except BlockingIOError: mine = False
         except (ImportError, OSError) as error:    # Windows; some file systems of a network
             logger.warning('%s: cannot be locked (%s); see to it that no other process is at work there', path, error)
         yield mine
@@ -594,7 +593,9 @@ def replacing(
         yield aside
         with open(aside, 'r+b') as file: os.fsync(file.fileno())
         os.replace(aside, path)
-    finally: aside.unlink(missing_ok=True)    # there only if something above failed
+    except BaseException:
+        aside.unlink(missing_ok=True)
+        raise
 
 
 def reason_of(

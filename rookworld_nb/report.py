@@ -190,7 +190,8 @@ def number(
     "A number as the page shows it."
     if isinstance(value, bool | str) or not isinstance(value, int | float | np.number):
         return '-' if value is None else str(value)
-    return '-' if math.isnan(value) else f'{value:{form}}'.replace('inf', '∞')
+    if math.isnan(value): return '-'
+    return f'{value:{form}}' if math.isfinite(value) else '∞' if value > 0 else '-∞'
 
 # %% ../nbs/32_report.ipynb #ede74863
 #: Held-out metrics that are better when they fall.

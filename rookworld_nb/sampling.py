@@ -134,7 +134,7 @@ def generate(
     noise, prompt_ids, prompt_mask = noise[:, share].flatten(1).to(device), prompt_ids[share], prompt_mask[share]
     ids = torch.full(noise.shape[::-1], end_id, device=device)
     mask, logprobs = torch.zeros_like(ids, dtype=torch.bool), torch.zeros_like(ids, dtype=torch.float32)
-    if not len(ids): return ids[:, :0], mask[:, :0], logprobs[:, :0]    # an empty share
+    if not ids.numel(): return ids[:, :0], mask[:, :0], logprobs[:, :0]    # an empty share, or no token allowed
     with torch.autocast(device.type, enabled=False):  # weights that a bf16 model converts stay converted until the end
         prefix = model.prefill(prompt_ids, prompt_mask)
         if model.decoder: return model.decoder(model, prefix, noise, temperature, end_id)

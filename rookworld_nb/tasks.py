@@ -295,7 +295,8 @@ def fault_of(
     for label, before in (('M', 'FEN'), ('E', 'moves'), ('B', 'evaluations')):
         if label not in labels: return f'no {label}: after the {before}'
     if labels != [*'PMEB']: return f"the labels are {': '.join(labels)}:, not P: M: E: B:"
-    _, moves, evals, best = words
+    before, moves, evals, best = words
+    if before[6:]: return f'{before[6]!r} stands between the FEN and M:'
     for name, part, shape, what in (('move {}', moves, _UCI, 'UCI move such as e2e4'),
                                     ('evaluation {}', evals, _NUMBER, 'number such as 0.35'),
                                     ('best move', best, _UCI, 'UCI move such as e2e4')):

@@ -14,7 +14,7 @@ import torch
 
 from rookworld_nb import checkpoint
 from rookworld_nb.buffer import CountingTask, counting_policy
-from rookworld_nb.checkpoint import SUMS, CheckpointError, file_sum, first_whole, newest_checkpoint, put_back, read_checkpoint, sweep, write_checkpoint
+from rookworld_nb.checkpoint import SUMS, CheckpointError, cut_logs, file_sum, first_whole, newest_checkpoint, put_back, read_checkpoint, sweep, write_checkpoint
 
 PARTS = counting_policy(steps=0), CountingTask().tokenizer    # a model of some kilobytes
 
@@ -143,3 +143,19 @@ def test_of_several_checkpoints_only_those_that_may_be_the_newest_are_read(tmp_p
     assert newest_checkpoint(tmp_path)[0].name == 'final_checkpoint' and read == ['final_checkpoint']
     write_checkpoint(tmp_path/'checkpoint-6', *PARTS, {'trainer': {'step': 6}, 'events': []})
     assert newest_checkpoint(tmp_path)[0].name == 'checkpoint-6'
+
+
+def test_a_checkpoint_is_on_the_disk_before_it_takes_the_place_of_the_old_one(tmp_path, monkeypatch):
+    folder, done, rename = tmp_path/'checkpoint-1', [], os.replace
+    monkeypatch.setattr(checkpoint, 'force_to_disk', lambda path: done.append(path.name))
+    monkeypatch.setattr(os, 'replace', lambda source, target: (rename(source, target), done.append('renamed') if target == folder else None))
+    write_checkpoint(folder, *PARTS, {'value': 1.})
+    assert {*done[:-2]} == {path.name for path in folder.iterdir()} | {'.checkpoint-1.part'} and done[-2:] == ['renamed', tmp_path.name]
+
+
+def test_tables_of_steps_that_will_be_made_again_go(tmp_path):
+    for kind in ('completions', 'skipped'):
+        (tmp_path/kind).mkdir()
+        for step in (3, 4, 5): (tmp_path/kind/f'step-{step:06d}.csv').touch()
+    cut_logs(tmp_path, 4)
+    assert sorted(path.name for path in tmp_path.rglob('*.csv')) == ['step-000003.csv']*2 + ['step-000004.csv']*2

@@ -91,13 +91,13 @@ def test_the_table_from_the_paper_to_a_run_of_nano_shows_the_defaults():
     notebook = json.loads((Path(__file__).parent.parent/'nbs'/'19_trainer.ipynb').read_text(encoding='utf-8'))
     text = next(text for cell in notebook['cells'] if '| the paper |' in (text := ''.join(cell['source'])))
     rows = [[cell.strip() for cell in line.strip('|').split('|')] for line in text.splitlines() if line.startswith('|')][2:]
-    shown = {re.search('--([a-z-]+)', row[4])[1].replace('-', '_'): row for row in rows}
+    shown = {re.search('--([a-z-]+)', row[5])[1].replace('-', '_'): row for row in rows}
     nano, parts = TrainConfig().for_size(1), TrainerConfig()
     for name, part in (('kl_coef', parts.kl.kl_coef), ('lr', parts.lr), ('replays', BufferConfig().replays),
                        ('group_size', CollectorConfig().group_size), ('temperature', CollectorConfig().temperature)):
-        assert (float(shown[name][2]), float(shown[name][3])) == (part, getattr(nano, name)), name
-    assert nano.scale_rewards in shown['scale_rewards'][3] and CollectorConfig().scale_rewards in shown['scale_rewards'][2]
-    assert nano.loss_type in shown['loss_type'][3] and parts.loss_type in shown['loss_type'][2]
+        assert (float(shown[name][3]), float(shown[name][4])) == (part, getattr(nano, name)), name
+    assert nano.scale_rewards in shown['scale_rewards'][4] and CollectorConfig().scale_rewards in shown['scale_rewards'][3]
+    assert nano.loss_type in shown['loss_type'][4] and parts.loss_type in shown['loss_type'][3]
     assert nano.credit == 'part' and nano.kl_unbiased and parts.kl_unbiased and len(rows) == 9
 
 
@@ -121,3 +121,9 @@ def test_the_defaults_are_the_documented_ones(parameters, expected):
     (TrainerConfig, 'max_recoveries', 3), (TrainerConfig, 'value_loss_coef', .1), (TrainerConfig, 'grad_clip', 1.)])
 def test_the_parts_have_the_documented_defaults_when_they_are_used_alone(function, name, value):
     assert signature(function).parameters[name].default == value
+
+
+@pytest.mark.parametrize(('name', 'least'), [*((name, 1) for name in ('save_every', 'keep_checkpoints', 'history_plies', 'eval_samples', 'answer_positions')),
+                                             *((name, 0) for name in ('eval_policy', 'eval_env', 'easy_first'))])
+def test_what_is_too_small_is_refused_by_its_flag(name, least):
+    with pytest.raises(RunError, match=f'--{name.replace("_", "-")} {least - 1}: must be at least {least}'): TrainConfig(**{name: least - 1})

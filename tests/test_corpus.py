@@ -300,3 +300,18 @@ def test_a_draw_is_a_draw_though_the_move_gives_check(fen, uci):
 def test_what_is_looked_for_in_vain_is_said():
     for kind, fens in (('mates', FENS), ('mate', [])):
         with pytest.raises(CorpusError, match='valid kinds'): find_kind(kind, fens, random.Random(0))
+
+
+def test_rare_moves_are_apart_from_the_prompts_and_no_position_comes_twice(tmp_path, monkeypatch):
+    monkeypatch.setattr('rookworld_nb.corpus.MOST_LOOKS', 200)
+    monkeypatch.setattr('rookworld_nb.corpus.ENV_SHARES', {'castling': 1.})
+    castles, files = ['4k3/8/8/8/8/8/8/4K2R w K - 0 1', 'r3k3/8/8/8/8/8/8/4K3 b q - 0 1'], [tmp_path/f'{number}.txt' for number in range(2*HELD_SHARDS)]
+    for number, file in enumerate(files):    # the first is among the prompts
+        fens = castles[:1] if number%HELD_SHARDS < HELD_SHARDS - 2 else castles
+        write_lines([policy_sample(fen, tuple(Candidate(uci, 0.) for uci in sorted(legal_moves(fen))[:5]), random.Random(0)) for fen in fens], file)
+    assert [sample.fen for sample in make_stress(files, per_kind=3)] == castles[1:]
+
+
+def test_a_mate_keeps_its_distance():
+    sample = policy_sample(chess.STARTING_FEN, (Candidate('e2e4', -.01), Candidate('d2d4', -999.97)), random.Random(0))
+    assert '-0.0' not in sample.completion and '-999.97' in sample.completion

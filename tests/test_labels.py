@@ -19,9 +19,11 @@ import pytest
 
 from rookworld_nb import cli, labels
 from rookworld_nb.labels import (
-    Labelling, LabelError, Progress, cut_inputs, label_files, label_shard, label_worker, labelled_in, merge_shards, shard_of, shard_totals)
+    Labelling, LabelError, Progress, cut_inputs, label_files, label_shard, label_worker, labelled_in, merge_shards, policy_line,
+    shard_of, shard_totals)
 from rookworld_nb.positions import DataError, data_files, lazy_lines, locked, read_lines, shipped
 from rookworld_nb.rules import LABEL_NODES, PATIENCE, Candidate, EngineError, EngineNotFound, find_stockfish, legal_moves
+from rookworld_nb.tasks import parse_policy
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -100,6 +102,7 @@ def test_inputs_of_every_kind_and_positions_that_come_twice(quick, tmp_path):
     packed = Labelling(str(tmp_path/'out.txt.gz'), shards=7, nodes=1)
     quick(packed, [str(tmp_path/'a.txt'), str(tmp_path/'more')])
     assert gzip.decompress((tmp_path/'out.txt.gz').read_bytes()).decode().splitlines() == lines
+    assert (tmp_path/'out.txt.gz').read_bytes()[4:8] == bytes(4)    # no time stamp
 
 
 @pytest.mark.parametrize('torn', [0, 1, 7, 60, 128])
@@ -202,8 +205,9 @@ def test_killed_three_times_at_any_moment(tmp_path):
     assert len(samples) == 2000 and not malformed and [*tmp_path.iterdir()].__len__() == 2
 
 
+@pytest.mark.parametrize('send', [os.kill, os.killpg])
 @pytest.mark.stockfish
-def test_ctrl_c_to_the_command_alone_ends_its_workers_too(tmp_path):
+def test_ctrl_c_to_the_command_alone_or_to_all_ends_its_workers_too(send, tmp_path):
     try: find_stockfish()
     except EngineNotFound as error: pytest.skip(str(error))
     fens, output = games(60, 2), tmp_path/'out.txt'
@@ -213,9 +217,10 @@ def test_ctrl_c_to_the_command_alone_ends_its_workers_too(tmp_path):
                            stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     while job.poll() is None and not written(output): time.sleep(.01)
     workers = [child for child in children_of(job.pid) if children_of(child)]
-    os.kill(job.pid, signal.SIGINT)
-    assert job.wait(100) == 130 and workers and not any(Path(f'/proc/{worker}').exists() for worker in workers)
-    assert 'rookworld label: interrupted' in job.stderr.read() and not output.exists()
+    send(job.pid, signal.SIGINT)
+    assert job.wait(100) == 130 and workers and not any(map(is_running, workers))
+    said = job.stderr.read()
+    assert 'rookworld label: interrupted' in said and 'Traceback' not in said and not output.exists()
     assert sum(len(path.read_text().splitlines()) for kind in ('part-*', 'done-*') for path in Path(f'{output}.shards').glob(kind)) < 50
 
 
@@ -429,3 +434,26 @@ def test_a_job_goes_on_where_it_was_moved_to(quick, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     quick(Labelling(str(moved/'out.txt'), nodes=50), [str(moved/'in.txt')])
     assert len((moved/'out.txt').read_text().splitlines()) == 5
+
+
+def test_a_job_is_done_as_deep_and_as_wide_as_was_asked(quick, tmp_path, monkeypatch):
+    class Deep(Engine):
+        def analyse(self, fen): return tuple(Candidate(uci, float(self.nodes - i)) for i, (uci, _) in enumerate(super().analyse(fen)))
+    monkeypatch.setattr(labels, 'Stockfish', Deep)
+    (tmp_path/'in.txt').write_text('\n'.join(games(3)))
+    quick(Labelling(str(tmp_path/'out.txt'), shards=2, nodes=7, padded=False), [str(tmp_path/'in.txt')])
+    lines = (tmp_path/'out.txt').read_text().splitlines()
+    assert [max(parse_policy(line).evals) for line in lines] == [7.]*3 and not any('  ' in line for line in lines)
+
+
+def test_a_promotion_cut_off_in_its_last_letter_is_torn(tmp_path):
+    fen = '8/P6k/8/8/8/8/8/K7 w - - 0 1'
+    line = policy_line(fen, [Candidate('a7a8q', 9.), Candidate('a1b1', 0.)])
+    for end, done in (('', {fen}), ('q', set())):
+        (tmp_path/'part').write_text(line.removesuffix(end))
+        assert labelled_in(tmp_path/'part') == done
+
+
+def test_a_position_with_one_move_has_nothing_to_choose(quick, tmp_path):
+    (tmp_path/'in.txt').write_text('\n'.join([*games(2), '8/8/8/8/8/1k6/8/K7 w - - 0 1']))
+    assert quick(Labelling(str(tmp_path/'out.txt'), shards=1), [str(tmp_path/'in.txt')]) == {'lines': 2, 'single': 1, 'malformed': 0, 'failed': 0}

@@ -1,5 +1,7 @@
 """Losses, gradients, metrics and advantages against those that the trainer of Hugging Face's TRL computes."""
 import itertools
+import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -272,3 +274,16 @@ def test_two_steps_of_one_generation_batch(trainer_of, loss_type):
     for theirs, ours in zip(losses, pieces, strict=True): assert_close(ours[0], theirs, **EXACT)
     assert_close(sum(piece[1][0] for piece in pieces), gradient, **EXACT)
     if loss_type == 'dapo': assert (our_loss(batch, trainer.seen[0], **our_options)[0] - losses[0]).abs() > 1e-4
+
+
+def test_the_column_of_trl_in_the_table_of_settings_is_what_is_installed():
+    notebook = json.loads((Path(__file__).parent.parent/'nbs'/'19_trainer.ipynb').read_text(encoding='utf-8'))
+    text = next(text for cell in notebook['cells'] if '| the paper |' in (text := ''.join(cell['source'])))
+    rows = {row[0]: row[2] for line in text.splitlines() if line.startswith('|') for row in [[cell.strip() for cell in line.strip('|').split('|')]]}
+    config = trl.GRPOConfig
+    assert rows[''] == f'TRL {".".join(trl.__version__.split(".")[:2])}'
+    for label, name in (('weight of the KL', 'beta'), ('highest learning rate', 'learning_rate'), ('updates on a batch', 'num_iterations'),
+                        ('answers to a prompt', 'num_generations'), ('temperature of sampling', 'temperature')):
+        assert float(rows[label]) == getattr(config, name), name
+    assert config.scale_rewards in rows['an advantage is divided by the spread of'] and config.loss_type in rows['the loss is averaged over']
+    assert config.use_bias_correction_kl and rows['gradient of the KL term'] == 'that of the KL itself'

@@ -70,6 +70,7 @@ def test_files_round_trip_and_are_reproducible(tmp_path, name):
         write_lines(samples, folder/name)
     assert read_lines(tmp_path/'a'/name) == (samples, [])
     assert (tmp_path/'a'/name).read_bytes() == (tmp_path/'b'/name).read_bytes()
+    assert not name.endswith('.gz') or (tmp_path/'a'/name).read_bytes()[4:8] == bytes(4)    # no time stamp
 
 
 def test_a_missing_file_and_an_unknown_set_are_named(tmp_path):
@@ -122,6 +123,7 @@ def test_split_does_not_depend_on_order():
     left, right = split_by_position(samples, .3, seed=2), split_by_position(samples[::-1], .3, seed=2)
     assert set(left[1]) == set(right[1]) and not {fen_key(s.fen) for s in left[0]} & {fen_key(s.fen) for s in left[1]}
     assert .2 < len(left[1])/len(samples) < .4
+    assert left[1] != split_by_position(samples, .3, seed=3)[1]
 
 
 def test_shipped_sets_are_disjoint_by_position_and_right():
@@ -305,3 +307,9 @@ def test_a_mix_says_that_it_does_not_deal_other_tasks():
     own = [Sample('write', '', task='letters')]
     for samples in (own, own + shipped('heldout')):
         with pytest.raises(DataError, match='samples of task letters: a mix deals P: and A: prompts'): PromptMix(samples, 2, 0.)
+
+
+@pytest.mark.parametrize('samples, ratio, rare', [(pool(12, 0), 0., None), (pool(0, 12), 1., None), (env_pool(12, 12), 1., 1.)])
+def test_the_seed_decides_the_order_of_every_kind_of_prompt(samples, ratio, rare):
+    orders = [PromptMix(samples, 12, ratio, seed, rare).batch(0) for seed in (1, 1, 2)]
+    assert orders[0] == orders[1] != orders[2] and {*orders[0]} == {*orders[2]}

@@ -652,6 +652,7 @@ def test_a_target_that_is_partly_unreadable_or_of_a_position_is_refused(target):
 
 def test_a_target_is_refused_with_the_part_that_is_wrong():
     with pytest.raises(BadTarget, match=r"B: a move \(move 1 'f1b9' is no UCI move such as e2e4\)"): stored_truth(P, TARGET.replace('f1b5', 'f1b9', 1))
+    with pytest.raises(BadTarget, match=r"\('foo' stands between the FEN and M:\)"): stored_truth(P, f' foo{TARGET}')
     with pytest.raises(BadTarget, match=r'\(no B: after the evaluations\)'): stored_truth(P, TARGET.rpartition(' B:')[0])
 
 

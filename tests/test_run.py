@@ -15,6 +15,7 @@ from contextlib import closing
 from dataclasses import asdict, replace
 from importlib.resources import files
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -29,7 +30,7 @@ from rookworld_nb.checkpoint import (CheckpointError, checkpoints_of, fingerprin
 from rookworld_nb.config import OPEN, RunError, TrainConfig
 from rookworld_nb.records import read_metrics
 from rookworld_nb.positions import shipped, write_lines
-from rookworld_nb.run import Run, alone_in, closing_table, levers, origin_of, read_events, resumed_config, run_state, save_run, steer, train
+from rookworld_nb.run import Run, alone_in, closing_table, levers, origin_of, read_events, resumed_config, run_state, run_summary, save_run, steer, train
 from rookworld_nb.setup import examine, planned_work
 from rookworld_nb.weights import load_pretrained, save_pretrained
 from short_runs import RATE, SHORT, TINY
@@ -997,3 +998,22 @@ def test_a_writer_that_is_none_is_found_before_the_first_step(tmp_path):
     with pytest.raises(RunError, match='writers: Half has no method close; each is called with'):
         train(replace(SHORT, output_dir=str(tmp_path/'run')), [lambda folder, settings: Half()])
     assert not (tmp_path/'run'/'metrics.jsonl').exists()
+
+
+def test_a_guest_is_closed_however_the_run_ends(tmp_path):
+    class Guest:
+        closed = 0
+        def log(self, row): raise OSError('no network')
+        def close(self): self.closed += 1
+    guest = Guest()
+    with pytest.raises(OSError, match='no network'): train(replace(TINY, output_dir=str(tmp_path/'run')), [lambda *_: guest])
+    assert guest.closed == 1
+
+
+def test_the_summary_tells_before_from_after(monkeypatch):
+    for name, stub in (('select_rows', lambda part, temperature: part), ('recall_table', lambda part: part), ('cost_of', lambda run: {})):
+        monkeypatch.setattr(f'rookworld_nb.run.{name}', stub)
+    trainer = SimpleNamespace(stop_reason='', step=1, health=SimpleNamespace(skipped=0, recoveries=0))
+    before, after = (pd.DataFrame({'recall': [value]}, ['mate']) for value in (.1, .9))
+    summary = run_summary(SimpleNamespace(trainer=trainer), [before, after], pd.DataFrame())
+    assert (summary['recall_before'], summary['recall_after']) == ({'mate': {'recall': .1}}, {'mate': {'recall': .9}})

@@ -27,7 +27,7 @@ from rookworld_nb.rewards import RewardScorer
 from rookworld_nb.scale import (Choices, Search, SearchError, Span, TakenTwice, Verdict, best_of, by_ticket, claim, deal, hopeless,
                                 importance, labels_of, open_study, read_space, reissue, run_search, search_report, settings_at, study_facts, success_rates,
                                 trial_config, trial_table, trials_of, verdict_of, why_failed, work)
-from rookworld_nb.weights import load_pretrained
+from rookworld_nb.weights import load_pretrained, save_pretrained
 
 optuna = pytest.importorskip('optuna')
 
@@ -639,3 +639,17 @@ def test_a_trial_is_judged_though_it_was_broken_off_in_the_step_that_is_judged(t
 def test_the_order_of_a_space_decides_nothing(tmp_path):
     words = ['kl_control=fixed|adaptive', 'grid', 'kl_target=.05|.1', 'replays=1|2']
     assert {len(Search({'output_dir': str(tmp_path/'study')}, tuple(order)).dimensions) for order in (words, words[::-1])} == {10}
+
+
+def test_all_trials_are_examined_alike(tmp_path, lines, monkeypatch):
+    asked = []
+    monkeypatch.setattr(scale, 'evaluate', lambda model, **options: (asked.append((options['temperature'], options['scorer'].cfg)), evaluate(model, **options))[1])
+    *_, table = run_search(Search(tiny(tmp_path, lines, steps=1), ('temperature=.5|1', 'legal_credit=.1')))
+    assert len(table) == 2 and len(asked) == 3 and set(asked) == {(.9, TrainConfig().rewards)}
+
+
+def test_each_model_that_is_started_from_is_examined(tmp_path, lines):
+    save_pretrained(*load_pretrained('nano'), tmp_path/'mine')
+    search = Search(tiny(tmp_path, lines, steps=1), (f'model=nano|{tmp_path/"mine"}',))
+    *_, table = run_search(search)
+    assert len(search.untrained) == 2 and table['gain'].notna().all()

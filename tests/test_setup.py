@@ -29,8 +29,8 @@ def test_the_plan_counts_what_is_sampled(tmp_path):
 def test_the_plan_says_whose_held_out_positions_they_are(tmp_path):
     write_lines(by_task(shipped('train'))['P'][:20], tmp_path/'own.txt')
     with closing(Setup(replace(TINY, output_dir=str(tmp_path/'run')))) as run: assert 'of the package' not in planned_work(run)
-    own = replace(TINY, data=str(tmp_path/'own.txt'), mix_env_ratio=0., answer_coef=0., answer_positions=TrainConfig.answer_positions, output_dir=str(tmp_path/'run'))
-    with closing(Setup(own)) as run: assert 'held-out positions, of the package and not of --data' in planned_work(run)
+    own = replace(TINY, data=str(tmp_path/'own.txt'), mix_env_ratio=0., answer_coef=0., answer_positions=TrainConfig.answer_positions, eval_policy=6, output_dir=str(tmp_path/'run'))
+    with closing(Setup(own)) as run: assert '6 held-out positions, of the package and not of --data' in planned_work(run)
 
 
 def test_two_runs_of_one_second_have_folders_of_their_own():

@@ -6,6 +6,7 @@ import math
 import random
 import shutil
 import zlib
+from types import SimpleNamespace
 
 import chess
 import numpy as np
@@ -672,6 +673,9 @@ def test_a_search_may_be_held_to_some_moves():
     assert list(uci_session(['position fen nonsense', 'ucinewgame', 'go'], player))[-1] != 'bestmove (none)'    # a new game begins at the start
     said = list(uci_session(['go', 'go searchmoves a2a3 movetime 9', 'go searchmoves e2e4 a2a3', 'go searchmoves a9a9'], player))
     assert [line for line in said if line.startswith('bestmove')] == [f'bestmove {move}' for move in ('e2e4', 'a2a3', 'e2e4', 'e2e4')]
+    assert list(uci_session(['go ponder', 'isready', 'ponderhit'], player))[-2:] == ['readyok', 'bestmove e2e4']
+    twice = lambda fens: [PolicyAnswer(moves=('e2e4', 'e2e4'), evals=(.3, .9), best='e2e4')]
+    assert list(uci_session(['go'], twice))[0] == 'info depth 1 score cp 30 pv e2e4'    # the first of a repeated one
 
 
 def test_after_a_position_that_cannot_be_no_move_is_named():
@@ -715,3 +719,16 @@ def test_games_begin_without_a_capture_of_nothing():
 
 def test_a_side_may_not_pass():
     with pytest.raises(SuiteError, match='0000 is no move'): uci_board('startpos moves e2e4 0000'.split())
+
+
+def test_a_level_of_nodes_is_the_limit_of_each_move(monkeypatch):
+    class Engine:
+        limits, configure = [], lambda *_: None
+        def __enter__(self): return self
+        def __exit__(self, *failure): pass
+        def play(self, board, limit, game): return SimpleNamespace(move=self.limits.append(limit.nodes))
+    monkeypatch.setattr('rookworld_nb.suites.find_stockfish', lambda path: 'x')
+    monkeypatch.setattr(chess.engine.SimpleEngine, 'popen_uci', lambda *given, **options: Engine())
+    for level in ('nodes=50', 'skill=3'):
+        with stockfish_opponent(level, nodes=7) as play: play(chess.Board())
+    assert Engine.limits == [50, 7]
