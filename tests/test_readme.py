@@ -26,11 +26,12 @@ def run_snippet(tmp_path, monkeypatch):
 
 def learns_from_own_advantages(names):
     "Those of the second snippet, in the task of the first; and they are what the text says."
+    torch.manual_seed(0)
     model = names['GPT'](names['model'].cfg)
     collector = names['Collector'](model, None, names['tokenizer'], names['repeat'](names['prompts']), names['count_a'], names['config'])
-    trainer = names['Trainer'](model, replace(names['trainer'].config, steps=40))
+    trainer = names['Trainer'](model, replace(names['trainer'].config, steps=70))
     rewards = [row['reward'] for row in trainer.run(map(names['beaten'], collector))]
-    assert rewards[0] < .05 and rewards[-1] > .3, rewards
+    assert rewards[0] < .05 and rewards[-1] > .6, rewards
     part = names['beaten'](next(collector)).parts[0]
     for rewards, advantages in zip(part.rewards.view(-1, 8), part.advantages.view(-1, 8)):
         by_hand = [(sum(one > other for other in rewards) - sum(one < other for other in rewards))/7 for one in rewards]
