@@ -149,7 +149,6 @@ def cut_inputs(
     job.folder.mkdir(exist_ok=True)
     if plan.exists():
         was = json.loads(plan.read_text(encoding='utf-8'))
-        was['files'] = [[Path(name).name, size] for name, size in was['files']]    # an earlier version kept the folders
         if changed := [name for name in facts if was.get(name) != facts[name]]:
             name = changed[0]
             raise LabelError(f'{job.folder}: was begun with {name} {was.get(name)}, now {facts[name]}; go '

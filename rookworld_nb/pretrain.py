@@ -516,17 +516,14 @@ def _load_checkpoint(path: Path, config: PretrainConfig) -> dict:
     try: state = torch.load(path, weights_only=True)
     except Exception as error:    # of the archive or of what is in it, several families
         raise PretrainError(f'{path}: damaged ({error}); without it the same command begins anew') from error
-    if 'probes' not in state:
-        raise PretrainError(f'{path.parent} holds a run of an older version; give another --output-dir')
     free = ('steps', 'env_share', 'verdict_share',    # may change when a run is resumed: more steps, another mix
-            'output_dir', 'processes', 'threads', 'save_every', 'stockfish_path')
-    if 'made_of' in state: free += ('exclude',)    # its content is compared below
+            'output_dir', 'processes', 'threads', 'save_every', 'stockfish_path', 'exclude')    # its content is below
     before = state['config']
     if differing := [f'--{name.replace("_", "-")} {before.get(name)}, not {value}'
                      for name, value in asdict(config).items() if name not in free and before.get(name) != value]:
         raise PretrainError(f'{path.parent} holds a run with {", ".join(differing)}; '
                             'give the same, or another --output-dir')
-    if state.get('made_of', made := fingerprint_of(config)) != made:
+    if state['made_of'] != fingerprint_of(config):
         raise PretrainError(f'--exclude {config.exclude}: names other positions than when the run in {path.parent} '
                             'began, or the package ships others; give the same, or another --output-dir')
     if config.steps < state['step']:

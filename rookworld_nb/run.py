@@ -137,7 +137,7 @@ def restore_run(
     run.ranks.gather(None)    # nobody looks before that is done
     run.sums = checkpoint_sums(run.folder)    # before one is read: what another run writes from here on is noticed
     if (found := newest_checkpoint(run.folder)) is None:
-        check_origin(run, read_object(run.folder/'origin.json'))    # an older version wrote none
+        check_origin(run, read_object(run.folder/'origin.json'))
         return
     path, state = found
     check_origin(run, state)

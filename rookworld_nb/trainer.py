@@ -724,8 +724,7 @@ def restore_trainer(
     trainer.step, trainer.health = state['step'], Health(**state['health'])
     trainer.kl.load_state_dict(state['kl'])
     trainer.good, trainer.proposed = state['good'], state['proposed']
-    planned = state.get('planned', 0)    # an earlier version wrote down none
-    diverged = state.get('diverged', False)
+    planned, diverged = state['planned'], state['diverged']
     if trainer.config.steps <= planned and (diverged or trainer.step >= planned):
         trainer.diverged, trainer.stop_reason = diverged, state['stop_reason']
     elif diverged:    # more steps are a new try, at half the rate that failed

@@ -938,7 +938,7 @@ def test_before_the_first_checkpoint_too_a_run_goes_on_with_its_own_prompts(tmp_
     for damaged, words in (('{', 'cannot be read as JSON'), ('[1]', 'must hold a JSON object, not list')):
         (folder/'origin.json').write_text(damaged)
         with pytest.raises(RunError, match=f'origin.json: {words}'): Run(resumed_config(output_dir=str(folder)))
-    (folder/'origin.json').unlink()    # of an older version
+    (folder/'origin.json').unlink()    # whoever removes it is trusted
     assert Run(resumed_config(output_dir=str(folder))).trainer.step == 0
 
 
