@@ -35,7 +35,7 @@ from .tasks import (
 @dataclass(frozen=True)
 class Sample:
     "One prompt with the completion that would be perfect, both as text."
-    prompt: str      # 'P: fen' or 'A: fen+uci+history+' (A: is put there), or whatever another task asks
+    prompt: str      # 'P: fen' or 'A: fen+uci+history+' (a missing A: is added), or whatever another task asks
     completion: str  # everything after the prompt, without the end token
     task: str = ''   # 'P' (policy) or 'A' (environment), as the prompt says; a task of your own has another name
 
@@ -504,7 +504,7 @@ def env_stream(
     rare_env_ratio: float | None,  # share of rare outcomes, 0 to 1; None: as they come
     seed: int,                     # order of the samples
 ) -> Stream:  # the rare ones blended in
-    "Deal A: samples; a pool without rare moves, or of nothing else, is dealt as it is."
+    "Deal A: samples; a pool with no rare moves, or with only rare ones, is dealt as it is."
     kinds: dict[bool, list[Sample]] = {False: [], True: []}
     for sample in pool: kinds[is_rare(sample)].append(sample)
     if rare_env_ratio is None or not all(kinds.values()): return Rounds(pool, f'{seed} A')
@@ -562,7 +562,7 @@ class PromptMix:
         self,
         state: dict[str, int],  # what state_dict() returned
     ) -> None:
-        "Go on from where a run stopped."
+        "Resume where a run stopped."
         self.drawn = state['drawn']
 
 # %% ../nbs/04_positions.ipynb #8abb9d83

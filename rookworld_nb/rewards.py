@@ -352,7 +352,7 @@ class MissingTarget(ValueError):
 
 
 class BadScores(ValueError):
-    """Rewards of a scorer of one's own that do not fit their table."""
+    """Rewards of a custom scorer that do not fit their table."""
 
 
 def refuse_lost(
@@ -405,7 +405,7 @@ def check_rows(
     completions: Sequence[str],     # N
     targets: Sequence[str | None],  # N
 ) -> None:
-    """Raise BadTarget for columns of different length, and for what is no text: pandas has NaN where nothing is."""
+    """Raise BadTarget for columns of different length, and for values that are not text, such as the NaN of pandas."""
     if str in map(type, (prompts, completions, targets)):
         raise BadTarget('prompts, completions and targets are lists; of a single answer lists of one text')
     if not len(prompts) == len(completions) == len(targets):
@@ -662,7 +662,7 @@ def call_reward_fn(
     completions: Sequence[str],  # N
     components: pd.DataFrame,    # N rows; stays as it is
 ) -> list[float]:                # N rewards; 0 for what nobody could judge
-    """Ask a function of somebody's own; what is not N numbers is refused."""
+    """Call a custom reward function; anything but N numbers is refused."""
     given = reward_fn(prompts, completions, components.copy())
     rewards = plain_rewards(given, len(completions), f'reward_fn={name_of(reward_fn)}')
     return [reward if judged else 0. for reward, judged in zip(rewards, components['raw'].notna())]

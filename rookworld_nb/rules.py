@@ -98,7 +98,7 @@ def env_step(
 # %% ../nbs/03_rules.ipynb #4d277b58
 _CASTLING = re.compile('-|(?=.)K?Q?k?q?')
 
-def _plain(board: str, castling: str, passant: str) -> bool:  # python-chess would write the same; cheaper than to ask
+def _plain(board: str, castling: str, passant: str) -> bool:  # python-chess would write the same; cheaper than asking
     if passant != '-' or not _CASTLING.fullmatch(castling): return False
     rows = board.split('/')
     white, black = (re.sub('[1-8]', lambda empty: '.'*int(empty[0]), rows[at]) for at in (-1, 0))
@@ -121,7 +121,7 @@ _LOGISTIC_PER_CENTIPAWN = 0.00368208  # lichess, fitted to the results of rapid 
 def win_probability(
     pawns: float,  # evaluation from the side to move, pawns; mate as +-(100000 - n)/100
 ) -> float:        # expected score of the side to move, 0-1
-    "The chance of winning that an evaluation means: 1 / (1 + exp(-0.00368208 * centipawns)), as lichess has it."
+    "The chance of winning that an evaluation stands for: 1 / (1 + exp(-0.00368208 * centipawns)), as lichess has it."
     return 0.5 * (1.0 + math.tanh(0.5 * _LOGISTIC_PER_CENTIPAWN * 100.0 * pawns))   # the same, and never overflows
 
 # %% ../nbs/03_rules.ipynb #aef24c7c
@@ -154,7 +154,7 @@ class EngineNotFound(ValueError):
 class EngineError(ValueError):
     "The engine failed twice on one position, or was given impossible settings."
 
-PATIENCE = 8  # failed questions in a row that are put down to the positions; then it is the engine
+PATIENCE = 8  # failed questions in a row at which the engine is to blame, not the positions
 
 _REMEDY = "install it (Debian: apt install stockfish, macOS: brew install stockfish) or give --stockfish-path"
 
@@ -179,7 +179,7 @@ class _EngineProcess:
         self.timeout, self.owner, self.name = timeout, os.getpid(), path
         self._popen = subprocess.Popen([path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
                                        encoding='utf-8', errors='replace', start_new_session=True)  # Ctrl-C is ours
-        self._due = math.inf   # when the answer at hand is late, monotonic seconds
+        self._due = math.inf   # deadline of the current answer, monotonic seconds
         threading.Thread(target=self._watch, daemon=True).start()
         try:
             for line in self.ask(['uci'], 'uciok', _START_SECONDS):
@@ -216,7 +216,7 @@ class _EngineProcess:
 _T = TypeVar('_T')
 
 class _Closing:
-    "What has to be closed may be used in a `with` statement."
+    "A base for whatever must be closed: it can be used in a `with` statement."
     def __enter__(self) -> Self: return self
     def __exit__(self, *exc) -> None: self.close()
 
@@ -243,7 +243,7 @@ class _KeptEngine(_Closing):
 
     @functools.cached_property
     def name(self) -> str:
-        "The engine's own name and version; asking for it starts the engine, so one that cannot be used is found out."
+        "The engine's own name and version; asking for it starts the engine, which reveals one that cannot be used."
         return self._exchange('uci', lambda engine: engine.name)
 
     def _running(self) -> _EngineProcess:
@@ -258,7 +258,7 @@ class _KeptEngine(_Closing):
 
 # %% ../nbs/03_rules.ipynb #12062813
 _MOST_NODES = 1_000_000
-#: Search limit of the labels that the package ships, nodes a position: what a run is paid and examined by.
+#: Search limit of the shipped labels, nodes a position; by these labels a run is rewarded and evaluated.
 LABEL_NODES = 10_000
 
 def _report(process: _EngineProcess, fen: str, nodes: int, fresh: bool) -> list[Candidate]:

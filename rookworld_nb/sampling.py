@@ -22,7 +22,7 @@ from .model import GPT, KVCache, Prefix, compiled
 from .weights import end_token_id
 
 # %% ../nbs/06_sampling.ipynb #dc7e9286
-COLDEST = 1e-6  # the lowest temperature above 0: logits that are divided by much less overflow
+COLDEST = 1e-6  # the lowest temperature above 0: dividing logits by much less makes them overflow
 
 
 class SamplingError(ValueError): 'What cannot be served: no prompts, an empty group, a negative temperature, NaN.'
@@ -45,10 +45,10 @@ def draw(
 
 # %% ../nbs/06_sampling.ipynb #4407b6f1
 def token_rows(
-    tokenizer: Tokenizer,  # of the `tokenizers` library; what it pads is left out, one that cuts texts is refused
+    tokenizer: Tokenizer,  # of the `tokenizers` library; its padding is left out, and one that cuts texts is refused
     texts: Sequence[str],  # prompts, or answers to them
 ) -> list[list[int]]:      # ids of each
-    'Token ids of texts, as long as they are.'
+    'Token ids of texts, without padding or truncation.'
     encodings = tokenizer.encode_batch(list(texts), add_special_tokens=False)
     if any(e.overflowing for e in encodings):
         raise PromptLengthError('the tokenizer cuts long texts; call its no_truncation() first')
@@ -75,7 +75,7 @@ def repack(
     cache: KVCache,   # holds the N rows that are left; its slots are set anew
     owners: Tensor,   # (N,) ascending, which of the B prompts each row continues
 ) -> tuple[Prefix, Tensor]:  # the prompts still needed, and (N,) owners among them
-    'Close the gaps that ended rows left: as few slots per prompt as possible; drop idle prompts from a quarter on.'
+    'Close the gaps that ended rows left: as few slots per prompt as possible; drop idle prompts once a quarter are.'
     counts = owners.bincount(minlength=len(prefix.lengths))
     kept = counts.nonzero().squeeze(1)
     if len(kept) <= 0.75*len(counts):  # otherwise copying the rest costs more than it saves
@@ -181,7 +181,7 @@ def check_request(
     max_new_tokens: int,     # as handed to `sample`
     temperature: float,      # as handed to `sample`
 ) -> None:                   # or a SamplingError that names the value
-    'Refuse before any work what could only fail later.'
+    'Refuse, before any work, a request that could only fail later.'
     if isinstance(prompts, str): raise SamplingError(f'prompts must be a list of texts, not the text {prompts!r}')
     if len(prompts) == 0: raise SamplingError('prompts is empty; at least one prompt is needed')
     for name, value in (('group_size', group_size), ('max_new_tokens', max_new_tokens)):
@@ -233,9 +233,9 @@ def sample(
 # %% ../nbs/06_sampling.ipynb #090ee520
 def length_buckets(
     lengths: Tensor,     # (B,) int64, tokens of each prompt's longest completion
-    ratio: float = 1.5,  # a bucket's longest may be so many times its shortest (which counts as 8 at least)
+    ratio: float = 1.5,  # a bucket's longest may be at most this many times its shortest (which counts as 8 at least)
 ) -> list[Tensor]:       # ascending indices into lengths, each in exactly one bucket
-    'Prompts whose completions are of like length, so that little is spent on padding.'
+    'Group prompts whose completions have similar lengths, so that little is spent on padding.'
     order = lengths.argsort(stable=True)
     cuts, shortest = [], None
     for at, n in enumerate(lengths[order].tolist()):
@@ -296,7 +296,7 @@ def tile_rows(
     hidden: Tensor,   # (M, D) states that are scored
     vocab_size: int,  # V
 ) -> int:             # states scored at once, >= 1
-    'On a GPU a sixteenth of its memory: for many a batch all of them, and then backward computes none again.'
+    'On a GPU a sixteenth of its memory: often enough for a whole batch, and then backward recomputes nothing.'
     memory = torch.cuda.get_device_properties(hidden.device).total_memory if hidden.is_cuda else 0    # bytes
     return max(1, (memory//64 or TILE_ELEMENTS)//vocab_size)
 

@@ -264,7 +264,7 @@ def task_of(
 def read_prompt(
     prompt: str,                # "P: FEN" or "A: FEN+MOVE+HISTORY+"; of an A: prompt the prefix may be missing
 ) -> PolicyAnswer | EnvAnswer:  # the fields that a prompt has
-    "Read what is asked; a TaskFormatError names what neither task asks."
+    "Read the fields of a prompt; a TaskFormatError names a prompt that fits neither task."
     if task_of(prompt) == 'P':
         asked = parse_policy(prompt.lstrip())
         if asked.fen is None: raise TaskFormatError(f'prompt {prompt!r} must be P: and a FEN')
@@ -309,8 +309,8 @@ def fault_of(
 # %% ../nbs/02_tasks.ipynb #b90c41de
 def plain_prompt(
     prompt: str,  # as for `read_prompt`
-) -> str:         # "P: FEN" or "A: FEN+MOVE+HISTORY+", to the character what a model was trained to continue
-    "A prompt without the liberties that a person takes with blanks and prefixes; what follows it is dropped."
+) -> str:         # "P: FEN" or "A: FEN+MOVE+HISTORY+", to the character as a model was trained to continue it
+    "Write a prompt in its exact form, however a person typed its spaces and prefix; what follows it is dropped."
     asked = read_prompt(prompt)
     if isinstance(asked, PolicyAnswer): return policy_prompt(asked.fen)
     if asked.history[-1:] != (asked.uci,):

@@ -173,7 +173,7 @@ def check_finite(
     tensors: dict[str, Tensor],  # of a model
     dtype: torch.dtype,          # that they have
 ) -> None:
-    'Refuse what no reader would take: numbers that a smaller type cannot hold, or a model that has diverged.'
+    'Refuse NaN and infinity: numbers that a smaller type cannot hold, or a model that has diverged.'
     for name, tensor in tensors.items():
         if not tensor.isfinite().all():
             raise ModelFileError(f'tensor {name} holds NaN or infinity as {dtype}; a wider type may hold '
@@ -186,7 +186,7 @@ def fill_model(
     device: str | torch.device,  # of the parameters afterwards
     dtype: torch.dtype,          # of the parameters afterwards
 ) -> None:
-    'Put every tensor in its place; one missing, superfluous or misshapen ends with its name.'
+    'Put every tensor in its place; the error for a missing, superfluous or misshapen one names it.'
     left, state = {}, {}
     for full, tensor in tensors.items():
         if (name := full.removeprefix('transformer.')) in left:
@@ -222,7 +222,7 @@ def config_dict(
 
 def replace_files(
     source: Path,  # a folder that is finished
-    target: Path,  # takes over its files; what else it holds stays
+    target: Path,  # receives the files; its other files stay
 ) -> None:
     'Move finished files to where readers look for them: a new folder at once, an existing one file by file.'
     if not target.exists(): return os.replace(source, target)
