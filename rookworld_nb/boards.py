@@ -74,7 +74,7 @@ def policy_diagram(
     answer: PolicyAnswer,               # the model's
     target: PolicyAnswer | None = None,  # the engine's, where it is known
     title: str = 'policy',              # above the board
-    played: str | None = None,          # what was played (an illegal best move is not); None: not said
+    played: str | None = None,          # the move actually played (never an illegal best move); None: not known
 ) -> Diagram:
     """What a policy answer means in a position; the engine's best moves are those with its highest evaluation."""
     known = target is not None and target.moves and len(target.moves) == len(target.evals)

@@ -76,7 +76,7 @@ TASK_METRICS = {'P': POLICY_METRICS, 'A': ENV_METRICS}
 
 # %% ../nbs/22_evaluate.ipynb #9b0d0fba
 EVAL_CLIP = 10.  # pawns
-ROUNDING = 1e-9  # of any metric: its values are decimals, their differences are not
+ROUNDING = 1e-9  # of any metric: its values are exact decimals, but their differences carry rounding errors
 
 
 def clip_pawns(
@@ -183,7 +183,7 @@ def check_tasks(
 def metrics_table(
     samples: Sequence[Sample],           # prompts with stored targets
     texts: Sequence[str],                # completions; samples_per_prompt of them for each sample, in order
-    temperature: float = 0.,             # they were sampled at, for the record
+    temperature: float = 0.,             # at which they were sampled, for the record
     scorer: RewardScorer | None = None,  # pays the reward column; None is RewardScorer(), which pays in steps
 ) -> pd.DataFrame:                       # one row a completion, HELDOUT_COLUMNS; NaN for the other task's metrics
     """Measure given completions."""

@@ -168,7 +168,7 @@ def suite_lines(
     numbered = ((number, line.rstrip('\r\n')) for number, line in enumerate(lines, 1)
                 if line.strip() and line[0] != '#')
     if (first := next(numbered, None)) and first[1].lstrip().startswith('{'):
-        whole = [first, *numbered]    # whether it is one object only its end can tell
+        whole = [first, *numbered]    # only the end shows whether it is one object
         try:
             examples = json.loads('\n'.join(line for _, line in whole))['examples']
             whole = [(number, json.dumps(example)) for number, example in enumerate(examples, 1)]
@@ -399,9 +399,9 @@ def shipped_puzzles(
     return read_puzzles(files('rookworld_nb')/'assets'/f'{name}.txt.gz')
 
 # %% ../nbs/23_suites.ipynb #f0d1dfdf
-Steps = Sequence[tuple[str, Sequence[str]]]          # positions, each with the plies played, the move to make last
+Steps = Sequence[tuple[str, Sequence[str]]]          # positions, each with its plies; the last is the move to make
 World = Callable[[Steps], list[str | None]]          # -> the next positions
-Simulator = Callable[[Steps], list[EnvAnswer]]       # -> what is believed of them
+Simulator = Callable[[Steps], list[EnvAnswer]]       # -> its answers about the next positions
 
 
 def rules_world(
@@ -684,7 +684,7 @@ def level_options(
 
 @contextmanager
 def _blamed(path: str, level: str) -> Iterator[None]:
-    "What goes wrong in the block is the engine's fault."
+    "Turn an engine's error or silence in the block into a SuiteError that names its path and level."
     try: yield
     except (chess.engine.EngineError, TimeoutError) as error:
         raise SuiteError(f'Stockfish at {path}, level {level!r}: {str(error) or "no answer"}') from None

@@ -409,7 +409,7 @@ class Learning:
 def learn_answers(
     learning: Learning,  # the policy's gradients are added to what its parameters hold
 ) -> dict[str, float]:   # mean chance of another answer; nothing without right answers
-    "Backward through the right answers of the step, of which each process takes some: the chance of each shall rise."
+    "Backward pass through the right answers of the step, shared by the processes: raises the probability of each."
     if learning.answers is None: return {}
     model, count, wrong = learning.model, len(learning.answers), 0.
     mine = learning.answers.rows(learning.ranks.share(count)).to(model.wte.weight.device)
@@ -509,11 +509,11 @@ class Health:
     "What went wrong in a run, how much of it lately, and what the guards remember; plain numbers."
     skipped: int = 0           # updates left out so far
     recoveries: int = 0        # returns to the last good state
-    spent: int = 0             # of these, those of tries that ended in divergence
-    skipped_at: list[int] = field(default_factory=list)    # steps of the latest of these
-    recovered_at: list[int] = field(default_factory=list)  # likewise
-    in_a_row: int = 0          # updates left out, without one that was taken in between
-    lr_scale: float = 1.       # what recoveries have left of the learning rate
+    spent: int = 0             # of these, the recoveries of earlier attempts that ended in divergence
+    skipped_at: list[int] = field(default_factory=list)    # steps of the latest skipped updates
+    recovered_at: list[int] = field(default_factory=list)  # steps of the latest recoveries
+    in_a_row: int = 0          # updates skipped in a row
+    lr_scale: float = 1.       # factor that recoveries have put on the learning rate
     kl_mean: float | None = None  # running mean of the KL, momentum 0.9
 
     def skip(
@@ -535,7 +535,7 @@ class Health:
         self,
         step: int,  # the optimiser step
     ) -> dict[str, int]:
-        "So far, which a report sums up; and recently, which a light judges."
+        "Counts of the whole run, for the report, and of the last `RECENT` steps, for the light."
         late = {name: sum(step - at < RECENT for at in steps) for name, steps in (
             ('skipped_recently', self.skipped_at), ('recoveries_recently', self.recovered_at))}
         return {'skipped_updates': self.skipped, 'recoveries': self.recoveries} | late
