@@ -108,7 +108,7 @@ def _same_settings(folder: Path, kind: str, **settings: float | str) -> None:
     "Refuse a folder whose shards other settings made; where it has none yet, write the settings down."
     path = folder/f'{kind}.json'
     made = json.loads(path.read_text(encoding='utf-8')) if path.exists() else {}
-    known = {'engine': settings.get('engine')} | (made or settings)    # nobody was asked where no shard was missing
+    known = {'engine': settings.get('engine')} | (made or settings)    # no engine was asked where no shard was missing
     if wrong := [f'{name if name == "engine" else "--" + name.replace("_", "-")} {known.get(name)}, not {value}'
                  for name, value in settings.items() if known.get(name) != value]:
         raise CorpusError(f'{folder}: its {kind} shards were made with {", ".join(wrong)}; give the same, '
@@ -173,7 +173,7 @@ def make_policy_data(
 def env_sample(
     fen: str,  # the position
     uci: str,  # the move, legal or not
-    history: Sequence[str] | None = None,  # plies shown; None: the move alone, and nano's answers start at one token
+    history: Sequence[str] | None = None,  # plies shown; None: the move alone, so nano's answers start at a fixed token
 ) -> Sample:
     "The A: sample of a position and a move, judged by the rules."
     return Sample(*split_line(format_env(fen, uci, history, *env_step(fen, uci))))
@@ -259,7 +259,7 @@ def illegal_sample(
     rng: random.Random,         # source of the choices
 ) -> Sample:  # of one of these positions
     "An A: sample with an illegal move in place of its own; a way to be illegal comes as often as its share."
-    while True:    # a way that few positions have is looked for; instead of one that none has another is drawn
+    while True:    # a way that few positions have is searched for; where none has it, another is drawn
         way = _way_to_be_illegal(rng)
         for sample in rng.choices(samples, k=500):
             asked = read_prompt(sample.prompt)
@@ -370,7 +370,7 @@ def _offer_en_passant(board: chess.Board, rng: random.Random) -> None:
 
 
 def _weight(board: chess.Board, move: chess.Move) -> float:
-    "Captures, pawn moves and above all offers of en passant, and what looks like one, are likelier."
+    "A weight that favours captures, pawn moves, and above all offers of en passant and moves that look like one."
     pawn, taken = board.piece_type_at(move.from_square) == chess.PAWN, board.is_capture(move)
     near, rank = (2, 3) if board.turn else (5, 4)    # where a pawn's first move ends
     file, enemy = chess.square_file(move.to_square), board.pieces(chess.PAWN, not board.turn)
@@ -392,7 +392,7 @@ def _env_shard(number: int, folder: Path, size: int, seed: int) -> None:
 
 
 def _ordinary(fen: str, rng: random.Random) -> Sample:
-    "A move, rarely en passant: a fifth beside a cornered king, and a fifth behind an offer of it, where there is one."
+    "Any move, rarely en passant: a fifth beside a cornered king, a fifth after an offer of en passant if there is one."
     draw, board = rng.random(), chess.Board(fen)
     if draw < 1/5: board = cornered_king(rng)
     elif draw < 2/5: _offer_en_passant(board, rng)
@@ -478,7 +478,7 @@ def with_rare_outcomes(
     mix: list[Sample],  # A: samples of all kinds
     count: int,         # how many of them
 ) -> list[Sample]:  # the first of each outcome: a tenth mates, a tenth draws, a tenth illegal moves, the rest ordinary
-    "Rare outcomes in equal numbers, because a run learns to say what it is often asked for at the cost of the rest."
+    "Rare outcomes in equal numbers: a run learns to give the answers often asked for, at the cost of the others."
     by_outcome = {name: [] for name in (*OUTCOMES, 'ordinary')}
     for sample in mix: by_outcome[outcome(parse_env(sample.completion))].append(sample)
     rare = [sample for name in OUTCOMES for sample in by_outcome[name][:count//10]]
@@ -488,10 +488,10 @@ def with_rare_outcomes(
 def labelled_again(
     samples: list[Sample],  # P: samples
     nodes: int,             # Stockfish's node limit a position
-    order: Callable[[str], random.Random] = random.Random,  # of a FEN: what shuffles its moves
+    order: Callable[[str], random.Random] = random.Random,  # from a FEN, the generator that shuffles its moves
     stockfish_path: str | None = None,  # the executable; None: find_stockfish
 ) -> list[Sample]:  # P: samples on the same positions
-    "The positions of samples as the engine sees them when it looks at another number of nodes."
+    "Label the positions of samples again, with another number of nodes."
     with Stockfish(stockfish_path, nodes) as engine:
         return [policy_sample(sample.fen, engine.analyse(sample.fen), order(sample.fen)) for sample in samples]
 

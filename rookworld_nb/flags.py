@@ -135,7 +135,7 @@ class Parser(argparse.ArgumentParser):
         self,
         message: str,  # argparse's own
     ) -> None:
-        "Raise instead of printing the usage and leaving."
+        "Raise an exception instead of printing the usage and exiting."
         message = message.replace('ignored explicit argument', 'takes no value, least of all')
         raise UsageError(message.removeprefix('argument '))
 
@@ -157,7 +157,7 @@ def parser_of(
     about: str,              # what it does, one sentence
     flags: dict[str, Flag],  # from `flags_of`
 ) -> Parser:  # of texts; it stores only what was typed
-    "A parser with one option a flag and --config."
+    "A parser with one option for each flag, and --config."
     words = ''.join(f' [{flag.word} ...]' for flag in flags.values() if flag.many)
     parser = Parser(f'rookworld {command}', f'rookworld {command} [--flag value ...]{words}', about, allow_abbrev=False,
                     argument_default=argparse.SUPPRESS)
@@ -219,8 +219,8 @@ def read_settings(
     parser: Parser,          # from `parser_of`
     flags: dict[str, Flag],  # the same that it was made of
     words: Sequence[str],    # the command line after the command
-) -> dict[str, Any]:  # name -> value, for what was typed or stands in the file
-    "Parse the words, then the file below them."
+) -> dict[str, Any]:  # name -> value, for what was typed or is set in the file
+    "Parse the words and the file; the words take precedence."
     typed, unknown = parser.parse_known_intermixed_args(list(words))
     if unknown and unknown[0].startswith('-'):
         known = [flag.word for flag in flags.values() if not flag.many] + ['--config', '--help']

@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 
 class HardwareError(ValueError):
-    "A setting or a batch that this machine cannot serve; the message names it and what would do."
+    "A setting or a batch that this machine cannot handle; the message names it and what would work."
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def group_operations(
     prompts: Tensor,  # (B,) tokens of each prompt
     completions: Tensor,  # (N,) tokens of each completion, N a multiple of B
 ) -> int:             # floating point operations
-    "What a forward pass over groups of completions cannot do without; nothing follows a last token, so none reads it."
+    "The fewest operations of a forward pass over groups of completions; a last token is not read: nothing follows it."
     read = (completions - 1).clamp(min=0).view(len(prompts), -1)    # of each completion
     pairs = (prompts*(prompts + 1)//2).sum() + (prompts[:, None]*read + read*(read + 1)//2).sum()
     return forward_operations(cfg, int(prompts.sum() + read.sum()), int(pairs), int(completions.sum()))

@@ -34,7 +34,7 @@ class Thought:
 def think(
     player: Player,      # FENs in, answers out
     fen: str,            # a position with a legal move
-    rng: random.Random,  # of the last resort
+    rng: random.Random,  # draws the random move, the last resort
 ) -> Thought:            # with a legal move
     """Ask a player for a move; a ValueError where the game is over."""
     if not legal_moves(fen): raise ValueError(f'{fen!r}: the game is over, there is no move to choose')
@@ -77,16 +77,16 @@ class Encounter:
     partner: Partner                   # the model
     colour: chess.Color = chess.WHITE  # the person's
     board: chess.Board = field(default_factory=chess.Board)  # the position, with its moves
-    promotion: int = chess.QUEEN    # what a pawn of the person's becomes
+    promotion: int = chess.QUEEN    # what the person's pawns promote to
     selected: int | None = None     # square of the piece taken up
     thought: Thought | None = None  # behind the model's last move
-    step: tuple[str, str, EnvAnswer] | None = None  # position, the person's last move, where the model saw it lead
+    step: tuple[str, str, EnvAnswer] | None = None  # position, the person's last move, what the model expected of it
 
     def __post_init__(self) -> None: self.reply()
 
     @property
     def over(self) -> bool:
-        """Whether the game has ended; a threefold repetition counts when it is there, not when it could come."""
+        """Whether the game has ended; a threefold repetition counts once it has happened, not when it could happen."""
         return bool(game_end(self.board))
 
     @property
@@ -144,7 +144,7 @@ class Game(Encounter):
         self.selected = self.step = self.thought = None
 
     def diagrams(self) -> list[Diagram]:  # none before the first move
-        """What the model thought, and where it saw the person's move lead."""
+        """What the model thought, and the outcome that it expected of the person's move."""
         last, found = self.thought, []
         if last: found.append(policy_diagram(last.fen, last.answer, title='what it thought', played=last.move))
         if self.step: found += env_diagrams(*self.step, title='your move, as it saw it')
@@ -178,7 +178,7 @@ def square_look(
     if square == game.selected: classes.append('rw-chosen')
     if square in targets: classes.append('rw-target')
     if piece: classes.append('rw-white' if piece.color else 'rw-black')
-    glyph = chess.UNICODE_PIECE_SYMBOLS[piece.symbol().lower()] + '\ufe0e' if piece else '\xa0'  # a letter, no emoji
+    glyph = chess.UNICODE_PIECE_SYMBOLS[piece.symbol().lower()] + '\ufe0e' if piece else '\xa0'  # text, not an emoji
     return glyph, tuple(classes)
 
 # %% ../nbs/26_play.ipynb #3351320d

@@ -618,7 +618,7 @@ def pretrain(
     if (folder/'config.json').exists():
         raise PretrainError(f'--output-dir {folder}: holds a run of `rookworld train`; give another folder')
     tokenizer = board_tokenizer()
-    first_model(config, tokenizer)    # what is wrong with it, with --exclude or with going on is said before all work
+    first_model(config, tokenizer)    # errors in it, in --exclude or in resuming are reported before any work
     read_excluded(config.exclude)
     done = _load_checkpoint(folder/'checkpoint.pt', config)['step'] if (folder/'checkpoint.pt').exists() else 0
     find_stockfish(config.stockfish_path)

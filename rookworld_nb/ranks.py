@@ -27,7 +27,7 @@ from .hardware import HardwareConfig, HardwareError, is_out_of_memory
 # %% ../nbs/12_ranks.ipynb #ea3064f5
 @dataclass(frozen=True)
 class Ranks:
-    "One of several processes that work together; one that is alone gets back what it gives."
+    "One of several processes that work together; a process on its own gets back what it gives."
     rank: int = 0   # of this process, 0 to size - 1
     size: int = 1   # processes in all
     local: int = 0  # number of this process on its machine, from 0
@@ -48,7 +48,7 @@ class Ranks:
         self,
         value: Any,  # plain values, or tensors on the CPU
     ) -> list:       # one a process, by rank
-        "What everybody has."
+        "Collect a value from every process."
         found = [value]*self.size
         if self.size > 1:
             with in_company(): dist.all_gather_object(found, value)
@@ -59,7 +59,7 @@ class Ranks:
         function: Callable[..., list],  # of columns with equally many rows; a list with one value a row
         *columns: Sequence | None,      # of all processes; None is handed on
     ) -> list:                          # one value a row
-        "Call a function with this process's share of the rows; what it returned everywhere."
+        "Call a function with this process's share of the rows, and return what it returned in all processes."
         mine = (column if column is None else column[self.share(len(column))] for column in columns)
         return [row for part in self.gather(function(*mine)) for row in part]
 
@@ -96,7 +96,7 @@ def in_company() -> Iterator[None]:
     except RuntimeError as error:
         if is_out_of_memory(error):
             raise
-        if dist.is_torchelastic_launched(): signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's, to all
+        if dist.is_torchelastic_launched(): signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun tells all
         why = re.sub(r'^\[[^]]*\] *', '', (str(error).strip() or type(error).__name__).splitlines()[0])
         raise RankError(f'another process is gone or late ({why[:160]}); {GO_ON}') from error
 
@@ -152,7 +152,7 @@ def torchrun(
         dist.destroy_process_group()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
     except (Exception, KeyboardInterrupt):
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)    # torchrun ends the rest: not before one has said why
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)    # torchrun ends the rest, but not before one has said why
         with suppress(RuntimeError):    # where torchrun itself is gone, everybody speaks
             if store.add('spoken', 1) > 1:
                 raise SystemExit(1) from None
@@ -162,7 +162,7 @@ def torchrun(
 def torch_device(
     name: str,  # 'auto', 'cpu', 'cuda', 'cuda:1', ...
     ranks: Ranks = ALONE,  # of several processes each takes the GPU of its own number
-    flag: str = '--device',  # what it was asked with, for the message
+    flag: str = '--device',  # the option that names the device, for the message
 ) -> str:  # a device that works here; 'auto' takes the GPU where there is one
     "Check a device before anything is loaded onto it."
     if ranks.size > 1 and has_own_gpu(name):

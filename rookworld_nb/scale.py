@@ -262,7 +262,7 @@ BATCHES = 8   # fewest batches in a quarter that can be judged
 def hopeless(
     rewards: Sequence[float],  # mean training reward of every step so far
     steps: int,                # of the whole trial
-    replays: int = 1,          # steps on each batch: so many rewards are of the same completions
+    replays: int = 1,          # steps on each batch: that many rewards come from the same completions
 ) -> str:                      # why the trial should end; empty if it may go on
     "Compare the latest quarter with the first, half-way and after three quarters."
     quarter = steps//4
@@ -305,7 +305,7 @@ def examine_run(
     run: Run,        # that has ended
     search: Search,  # how to examine
 ) -> Verdict:
-    "Examine a policy and the model it started from like every other trial of the study; write summary.json."
+    "Evaluate a policy and the model it started from as in every other trial of the study; write summary.json."
     base, scorer = trial_config(search), RewardScorer(TrainConfig().rewards)
     temperature = base.for_size(num_parameters(run.model)).temperature
     examine = partial(evaluate, tokenizer=run.tokenizer, samples=run.heldout, temperature=temperature, seed=base.seed,
@@ -340,7 +340,7 @@ def run_trial(
     place: Path,     # the run folder
 ) -> Verdict:
     "Train at the trial's point, or go on after a kill, and examine."
-    if place.exists() and is_going_on(place):    # whoever was written off leaves after its step
+    if place.exists() and is_going_on(place):    # a worker that was written off leaves after its step
         logger.warning('%s: another process is at work there; waiting until it leaves', place)
         while is_going_on(place): time.sleep(POLL)
     point = {name: suggest(trial, name, part) for name, part in search.dimensions.items()}
@@ -352,7 +352,7 @@ def run_trial(
         return examine_run(run, search)
 
 # %% ../nbs/34_scale.ipynb #f6968b7b
-BEAT = 5    # seconds between two signatures of a worker; a trial is written off after six times as long
+BEAT = 5    # seconds between a worker's signs of life; a trial is written off after six times as long
 TRIES = 3   # workers that a trial may kill
 POLL = 1.   # seconds between two looks at the database
 
@@ -470,7 +470,7 @@ def deal(
 
 # %% ../nbs/34_scale.ipynb #7a9c1e52
 class NoRoom(KeyboardInterrupt):
-    "A trial has found its disk full: an interruption and no outcome, because the next ones would find the same."
+    "A trial has found its disk full: an interruption, not an outcome, because the next ones would find the same."
 
 
 def outcome_of(
@@ -478,7 +478,7 @@ def outcome_of(
     search: Search,  # what to do
     place: Path,     # the run folder
 ) -> Verdict:
-    "Do a trial; an exception is a verdict too, and its traceback is kept; an interruption is none."
+    "Do a trial; an exception counts as a verdict, and its traceback is kept; an interruption does not."
     try:
         return run_trial(trial, search, place)
     except KeyboardInterrupt as pressed:
@@ -499,7 +499,7 @@ def outcome_of(
 def in_words(
     search: Search,  # at work
 ) -> Iterator[None]:
-    "Let a full disk, or a database that takes nothing any more, be a SearchError."
+    "Turn a full disk, or a database that no longer accepts anything, into a SearchError."
     optuna = optional_module('optuna', 'search')
     try:
         yield
@@ -517,7 +517,7 @@ def claim(
     study: str,    # its id: the folder may have served another database
     number: int,   # of the trial
 ) -> None:         # or TakenTwice
-    "Take a trial for good; of several processes one makes the file."
+    "Claim a trial; of several processes only one can create the file."
     (folder/'taken').mkdir(exist_ok=True)
     try:
         (folder/'taken'/f'{study}-{number}').touch(exist_ok=False)
@@ -532,10 +532,10 @@ def attempt(
     "What Optuna maximises: do the trial of a ticket and write down how it ended."
     try:
         claim(search.folder, trial.study.user_attrs['id'], trial.number)
-    except OSError as error:    # an interruption, and none of the tries that a trial has
+    except OSError as error:    # an interruption, which does not count as a try
         trial.set_user_attr('interrupted', True)
         raise NoRoom(f'{search.folder}: {error}') from error
-    trial.storage.record_heartbeat(trial._trial_id)    # at once: a worker that dies unseen is never missed
+    trial.storage.record_heartbeat(trial._trial_id)    # at once: a worker that dies before it is never missed
     optuna, study, ticket = optional_module('optuna', 'search'), trial.study, trial.user_attrs.get('ticket')
     others = [other for other in by_ticket(study).get(ticket, []) if other.number < trial.number]
     if ticket is None or not all(map(is_lost, others)):
@@ -616,7 +616,7 @@ def tables_of(
 
 # %% ../nbs/34_scale.ipynb #433216e6
 def leave_group() -> None:
-    "Ctrl-C reaches a whole group of processes: a worker leaves it, and hears of it from its starter alone, once."
+    "Leave the process group that Ctrl-C reaches: a worker hears of it only once, from its starter."
     if hasattr(os, 'setpgid'): os.setpgid(0, 0)    # Windows has no such groups
 
 # %% ../nbs/34_scale.ipynb #693dd53c
@@ -651,7 +651,7 @@ def run_search(
     if workers < 1:
         raise SearchError(f'--workers {workers}: must be at least 1')
     points = [{name: value} for name in PLACES for value in search.dimensions.get(name, ())]
-    for point in ({}, *points):    # a model or a file that is not there is said before anything is made
+    for point in ({}, *points):    # a missing model or file is reported before anything is made
         with closing(Setup(trial_config(search, point, output_dir=str(search.folder/'trial')))): pass
     with in_words(search):
         study = open_study(search)
