@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from rookworld_nb.monitor import BLUE, Picture
+from rookworld_nb.monitor import BLUE, ORANGE, Picture
 from rookworld_nb.records import read_metrics
 
 WINDOW = 50
@@ -22,11 +22,11 @@ def main():
     options.add_argument('--png', type=Path, required=True, help='file to write')
     options = options.parse_args()
     picture = Picture(8.4, 2.6)
-    for task, panel in zip(TITLES, picture.grid(1, 2)):
+    for task, colour, panel in zip(TITLES, (BLUE, ORANGE), picture.grid(1, 2)):
         curves = pd.DataFrame({run.name: read_metrics(run).set_index('step')[f'task_{task}/reward'] for run in options.runs})
         smooth = curves.rolling(WINDOW, center=True).mean()
-        panel.plot(smooth, color=BLUE, alpha=.35, lw=1.2)
-        panel.plot(smooth.mean(axis=1, skipna=False), color=BLUE, lw=2.6)
+        panel.plot(smooth, color=colour, alpha=.35, lw=1.2)
+        panel.plot(smooth.mean(axis=1, skipna=False), color=colour, lw=2.6)
         panel.set_title(TITLES[task], loc='left')
         panel.set_xlabel('update')
     picture.tight_layout()

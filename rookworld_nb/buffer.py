@@ -443,7 +443,7 @@ def priced(
 
 
 def score_all(
-    scorer: Callable[..., Scores | Sequence[float]],  # (prompts, completions, targets) -> `Scores`, or plain rewards
+    scorer: Callable[..., Scores | Iterable[float]],  # (prompts, completions, targets) -> `Scores`, or plain rewards
     drafts: Sequence[Draft],  # one for each task
 ) -> list[Scores]:            # of each draft
     "Ask the scorer once, about everything; plain rewards get a table that says no more than they do."
@@ -523,7 +523,7 @@ class Collector:
         ref_model: GPT | None,             # the frozen reference; None where no KL is wanted
         tokenizer: Tokenizer,              # of both
         prompts: Iterable[list[Sample]],   # batches of prompts, the tasks mixed as they come; a `PromptMix`
-        scorer: Callable[..., Scores | Sequence[float]],  # (prompts, completions, targets) -> Scores, or plain rewards
+        scorer: Callable[..., Scores | Iterable[float]],  # (prompts, completions, targets) -> Scores, or plain rewards
         config: CollectorConfig = CollectorConfig(),  # group size, temperature, limits, advantages
         penalty: Callable[[], float] | None = None,   # weight of the KL that is taken from the rewards; None: it is not
         ranks: Ranks = ALONE,              # the processes that share the work

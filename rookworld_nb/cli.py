@@ -103,7 +103,7 @@ def without_nan(
 
 # %% ../nbs/35_cli.ipynb #a11d1ff0
 def at_least_one(
-    **settings: int,  # by the name of the parameter
+    **settings: int | None,  # by the name of the parameter; None: not given
 ) -> None:
     "Refuse counts below one."
     for name, value in settings.items():

@@ -135,9 +135,9 @@ HIDDEN = ('tokens', 'clipped', 'raw', 'target')  # bookkeeping that would only w
 
 
 def cell_html(
-    name: str,      # the column
-    value: object,  # text or number
-) -> str:           # one <td>, escaped
+    name: str,           # the column
+    value: str | float,  # text or number
+) -> str:                # one <td>, escaped
     """One cell: texts as they are, scores shaded, missing parts empty."""
     if name in TEXTS or isinstance(value, str): return f'<td class="rw-{escape(name)}">{escape(str(value))}</td>'
     number = float(value)
@@ -180,7 +180,7 @@ def histogram_svg(
     if not len(rows): return ''
     table = pd.DataFrame(rows)
     counts = {task: reward_bins(part['reward'].astype(float)) for task, part in table.groupby('task', sort=False)}
-    tallest, base, bars = max(map(sum, zip(*counts.values()))) or 1, [180]*BINS, []
+    tallest, base, bars = max(map(sum, zip(*counts.values()))) or 1, [180.]*BINS, []
     for task, heights in counts.items():
         for place, count in enumerate(heights):
             base[place] -= (size := 150*count/tallest)
@@ -282,10 +282,9 @@ class Controls:
         looks = {'pause': ('Pause', 'pause', 'Hold after this step; the run stays in memory'),
                  'checkpoint': ('Checkpoint', 'save', 'Write a checkpoint after this step; the newest ones are kept'),
                  'stop': ('Stop', 'stop', 'End after this step; the final checkpoint is written')}
-        for name, (text, icon, tip) in looks.items():
-            button = w.Button(description=text, icon=icon, tooltip=tip)
-            button.add_class(f'rw-{name}')
-            setattr(self, name, button)
+        self.pause, self.checkpoint, self.stop = (w.Button(description=text, icon=icon, tooltip=tip)
+                                                  for text, icon, tip in looks.values())
+        for name in looks: getattr(self, name).add_class(f'rw-{name}')
         self.stop.button_style = 'danger'
         self.stop.on_click(lambda _: self._halt('stop', stopped=True))
         self.pause.on_click(lambda _: self._halt('resume' if self.paused else 'pause', paused=not self.paused))

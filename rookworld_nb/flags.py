@@ -24,7 +24,7 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, NoReturn
 
 # %% ../nbs/28_flags.ipynb #34854702
 class UsageError(ValueError):
@@ -134,7 +134,7 @@ class Parser(argparse.ArgumentParser):
     def error(
         self,
         message: str,  # argparse's own
-    ) -> None:
+    ) -> NoReturn:
         "Raise an exception instead of printing the usage and exiting."
         message = message.replace('ignored explicit argument', 'takes no value, least of all')
         raise UsageError(message.removeprefix('argument '))

@@ -390,9 +390,9 @@ def is_out_of_memory(
 
 
 def completes(
-    trial: Callable[[int, int], None],  # (batch_positions, group_size): a few whole steps
-    size: tuple[int, int],              # its arguments
-) -> bool:                              # False where memory ran out; every other error is raised
+    trial: Callable[[int, int], object],  # (batch_positions, group_size): a few whole steps
+    size: tuple[int, int],                # its arguments
+) -> bool:                                # False where memory ran out; every other error is raised
     "Try a size."
     try:
         trial(*size)
@@ -466,7 +466,7 @@ class BatchSearch:
 
 # %% ../nbs/11_hardware.ipynb #afcef1a5
 def search_batch(
-    trial: Callable[[int, int], None],   # (batch_positions, group_size): a few whole steps
+    trial: Callable[[int, int], object],  # (batch_positions, group_size): a few whole steps
     device: torch.device | str = 'cpu',  # whose memory is watched
     sizes: Sequence[tuple[int, int]] = SIZES,  # (batch_positions, group_size), smallest first
     target: float = 0.85,               # share of the memory that a batch may take, above 0, at most 1

@@ -9,7 +9,7 @@ __all__ = ['SAMPLED_KL', 'EXACT_KL', 'KL_ESTIMATORS', 'KL_CONTROLS', 'SettingErr
 
 # %% ../nbs/07_kl.ipynb #64413ff8
 import math
-from collections.abc import Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any
@@ -29,7 +29,7 @@ class BatchShapeError(RuntimeError):
 def check_option(
     name: str,             # the setting, as the user writes it
     value: str,            # the word found in it
-    valid: Sequence[str],  # the words it knows
+    valid: Collection[str],  # the words it knows
 ) -> None:
     "Raise `SettingError`, naming the setting, the word and the valid words, unless `value` is valid."
     if value not in valid: raise SettingError(f"{name}={value!r} is not one of {', '.join(valid)}")

@@ -166,8 +166,8 @@ def pad_vocabulary(
 
 
 def init_weights(
-    model: nn.Module,  # a `Transformer`
-) -> None:             # its parameters are overwritten, from torch's global random state
+    model: 'Transformer',  # any
+) -> None:                 # its parameters are overwritten, from torch's global random state
     'Normal(0, 0.02), positions 0.01, biases 0; what writes into the residual stream 0.02 / sqrt(2 n_layer).'
     for name, p in model.named_parameters():
         if name.endswith('bias'): nn.init.zeros_(p)

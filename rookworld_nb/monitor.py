@@ -329,7 +329,7 @@ class Picture(Figure):
         with rc_context(STYLE): self.canvas.draw()
         pixels = Image.frombytes('RGBA', self.canvas.get_width_height(), self.canvas.buffer_rgba().tobytes())
         buffer = BytesIO()
-        pixels.convert('RGB').quantize(256, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(buffer, 'png')
+        pixels.convert('RGB').quantize(256, Image.Quantize.MAXCOVERAGE, 1, dither=Image.Dither.NONE).save(buffer, 'png')
         return buffer.getvalue()
 
 # %% ../nbs/20_monitor.ipynb #9164737f
@@ -356,9 +356,9 @@ PANELS = (
 
 # %% ../nbs/20_monitor.ipynb #2653fdf2
 def column(
-    table: Mapping[str, Sequence[float]],  # columns by metric name, 'step' among them
-    name: str,                             # the one wanted
-) -> np.ndarray:                           # (n,) NaN throughout where the table does not hold it
+    table: pd.DataFrame | Mapping[str, Sequence[float]],  # columns by metric name, 'step' among them
+    name: str,                                            # the one wanted
+) -> np.ndarray:                                          # (n,) NaN throughout where the table does not hold it
     """One metric of a run as an array."""
     return np.asarray(table[name] if name in table else np.full(len(table['step']), np.nan), float)
 
@@ -421,7 +421,7 @@ class Chart:
 
     def update(
         self,
-        table: Mapping[str, Sequence[float]],  # columns by metric name, 'step' among them; absent ones are skipped
+        table: pd.DataFrame | Mapping[str, Sequence[float]],  # columns, 'step' among them; absent ones are skipped
     ) -> None:
         """Move the lines to the data, colour the last point by its light and fit the view."""
         step, drawn = column(table, 'step'), [column(table, name) for name, _, _ in self.panel.lines]
@@ -461,17 +461,17 @@ class Curves:
 
     def update(
         self,
-        table: Mapping[str, Sequence[float]],  # columns by metric name, or a DataFrame
-    ) -> 'Curves':                             # itself
+        table: pd.DataFrame | Mapping[str, Sequence[float]],  # columns by metric name
+    ) -> 'Curves':                                            # itself
         """Show these rows."""
         for chart in self.charts: chart.update(table)
         return self
 
 
 def plot_curves(
-    table: Mapping[str, Sequence[float]],  # metrics by column, or a DataFrame
-    kl_target: float | None = None,        # marked in the KL panel, nats per token
-) -> Picture:                              # a matplotlib Figure that shows itself
+    table: pd.DataFrame | Mapping[str, Sequence[float]],  # metrics by column
+    kl_target: float | None = None,                       # marked in the KL panel, nats per token
+) -> Picture:                                             # a matplotlib Figure that shows itself
     """Draw a run: every panel with its healthy range as a band and in its title; `step` is a column or the index."""
     if isinstance(table, pd.DataFrame) and table.index.name == 'step': table = table.reset_index()
     return Curves(kl_target=kl_target).update(table).figure

@@ -451,7 +451,8 @@ class Rounds:
 # %% ../nbs/04_positions.ipynb #8fe295fb
 class Stream(Protocol):
     "Endless samples, by number."
-    pool: Sequence[Sample]  # what it deals from
+    @property
+    def pool(self) -> Sequence[Sample]: ...  # what it deals from
 
     def __getitem__(self, number: int) -> Sample: ...
 

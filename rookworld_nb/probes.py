@@ -9,6 +9,7 @@ __all__ = ['DIRECTIONS', 'KNIGHT_STEPS', 'OUTSIDE', 'LINES', 'KNIGHT_SQUARES', '
 # %% ../nbs/13_probes.ipynb #dace879c
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer
@@ -175,10 +176,10 @@ class BoardProbes(nn.Module):
 # %% ../nbs/13_probes.ipynb #c9c71b39
 @contextmanager
 def outputs_of(
-    blocks: list[nn.Module],  # of a model
+    blocks: nn.ModuleList | list[nn.Module],  # of a model
 ) -> Iterator[list[Tensor]]:  # what they hand on, in their order; filled when the model runs
     "Look into a model while it runs."
-    seen = [None]*len(blocks)
+    seen: list[Any] = [None]*len(blocks)
     hooks = [block.register_forward_hook(lambda _, __, out, place=place: seen.__setitem__(place, out))
              for place, block in enumerate(blocks)]
     try: yield seen

@@ -44,8 +44,8 @@ def write_atomic(
 
 # %% ../nbs/21_records.ipynb #acba652a
 def plain(
-    value: object,  # numbers, texts, paths, mappings, sequences, dataclasses, 0-d arrays and tensors
-) -> object:        # the same in JSON's own types; NaN and infinities become None
+    value: Any,  # numbers, texts, paths, mappings, sequences, dataclasses, 0-d arrays and tensors
+) -> Any:        # the same in JSON's own types; NaN and infinities become None
     """Reduce a value to what JSON can hold."""
     if is_dataclass(value) and not isinstance(value, type): return plain(asdict(value))
     if isinstance(value, Mapping): return {str(key): plain(item) for key, item in value.items()}
@@ -214,9 +214,9 @@ class RunWriter(MetricWriter):
 
 # %% ../nbs/21_records.ipynb #4e763700
 def save_reward_curve(
-    table: Mapping[str, Sequence[float]],  # metrics by column, as `read_metrics` returns them
-    path: str | Path,                      # a .png file; its folder exists
-) -> Path:                                 # the same path
+    table: pd.DataFrame | Mapping[str, Sequence[float]],  # metrics by column, as `read_metrics` returns them
+    path: str | Path,                                     # a .png file; its folder exists
+) -> Path:                                                # the same path
     """Save the reward panel alone as a PNG, atomically."""
     path = Path(path)
     return write_atomic(path, Curves(PANELS[:1], columns=1, size=(6.5, 2.6)).update(table).figure._repr_png_())

@@ -336,7 +336,7 @@ def plot_looks(
     curves = Curves([Panel(': '.join(measured[name]), ((name, '', BLUE),), 'greedy') for name in names])
     start = before[before['temperature'] == 0].set_index(['task', 'metric'])['before']
     for chart, name in zip(curves.charts, names):
-        chart.trend[0].set_marker('o')
+        chart.trend[0].set(marker='o', clip_on=False)
         if measured[name] in start.index:
             chart.fixed.append(np.array([start[measured[name]]]))
             chart.axes.axhline(start[measured[name]], color=MUTED, lw=1, ls=(0, (4, 3)))

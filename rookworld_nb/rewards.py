@@ -643,7 +643,7 @@ def default_reward(
     prompts: Sequence[str],      # N
     completions: Sequence[str],  # N
     components: pd.DataFrame,    # N rows, as in `Scores`
-) -> Sequence[float]:            # N rewards, each finite; the lights of a run expect at most 1
+) -> pd.Series:                  # N rewards, each finite; the lights of a run expect at most 1
     """What every completion earns by the settings; a reward function of your own may say otherwise."""
     return components['reward']
 
@@ -657,7 +657,7 @@ def name_of(
 
 
 def call_reward_fn(
-    reward_fn: Callable[..., Sequence[float]],  # as `default_reward`
+    reward_fn: Callable[..., Iterable[float]],  # as `default_reward`
     prompts: Sequence[str],      # N
     completions: Sequence[str],  # N
     components: pd.DataFrame,    # N rows; stays as it is
@@ -705,7 +705,7 @@ class RewardScorer:
         cfg: RewardConfig | None = None,  # weights, shaping and the rest; None is the default
         engine: Analyser | None = None,   # answers for P: prompts that bring no target
         spread: Callable[..., list] = lambda judge, *columns: judge(*columns),  # who judges which rows
-        reward_fn: Callable[..., Sequence[float]] = default_reward,  # prompts, completions, components -> rewards
+        reward_fn: Callable[..., Iterable[float]] = default_reward,  # prompts, completions, components -> rewards
     ) -> None:
         self.cfg, self.engine, self.spread, self.reward_fn = cfg or RewardConfig(), engine, spread, reward_fn
         self.step, self.norms, self.patient = 0, running_norms(self.cfg), PatientEngine(engine) if engine else None

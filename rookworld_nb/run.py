@@ -17,7 +17,7 @@ import logging
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import asdict, fields, replace
 from pathlib import Path
@@ -160,7 +160,7 @@ def resumed_config(
 ) -> TrainConfig:  # the run's own, with what may be changed
     "The configuration to go on with."
     folder = run_folder(TrainConfig(output_dir=asked.get('output_dir'), resume=True))
-    defaults = {field.name: field.default for field in fields(TrainConfig)}
+    defaults: dict[str, Any] = {field.name: field.default for field in fields(TrainConfig)}
     found = read_object(folder/'config.json')
     stored = defaults | found    # an older run lacks settings that came later
     if strange := sorted(stored.keys() - defaults.keys()):
@@ -198,8 +198,8 @@ class NoWriter(MetricWriter):
     "A writer that writes nothing: of several processes only the first keeps the run folder."
     def log(
         self,
-        metrics: dict[str, float],  # one row
-    ) -> str:                       # nothing for the console
+        metrics: Mapping[str, float],  # one row
+    ) -> str:                          # nothing for the console
         "Hear of a step."
         return ''
 
@@ -346,11 +346,11 @@ class Run(Setup):
         self,
         config: TrainConfig = TrainConfig(),  # what to do
         ranks: Ranks = ALONE,                 # the processes that do it together
-        reward_fn: Callable[..., Sequence[float]] = default_reward,  # as for `Setup`
+        reward_fn: Callable[..., Iterable[float]] = default_reward,  # as for `Setup`
     ) -> None:
         super().__init__(starting_config(config, ranks), ranks, reward_fn)
         self.started, self.console = time.perf_counter(), ''    # the latest step's line for the console
-        self.profiles, self.settled, self.events = None, True, []    # of memory; between steps; done by hand
+        self.settled, self.events = True, []    # between steps; done by hand
         self.saved, self.begun, self.holds = 0, False, False    # newest checkpoint; folder made; others kept out
         self.sums: dict[str, bytes] = {}    # of the checkpoints, as this run knows them
         with ExitStack() as undo:
@@ -367,7 +367,7 @@ class Run(Setup):
         self,
         writers: Sequence = (),  # others that take each row, with `log(metrics)`
         held: bool = False,      # whether other runs are kept out of the folder already, as in `train`
-    ) -> Iterator[dict[str, float]]:  # metrics by name, one row per optimiser step
+    ) -> Generator[dict[str, float], None, None]:  # metrics by name, one row per optimiser step
         "Train, and write everything down as it happens; the final checkpoint is written however the loop ends."
         check_settled(self)
         with terminated_as_interrupted(), nullcontext() if held else alone_and_current(self), writer_of(self) as writer:
@@ -631,7 +631,7 @@ def train(
     config: TrainConfig = TrainConfig(),  # what to do
     writers: Sequence[Callable] = (),     # (run folder, configuration) -> what takes each row: `log`, `close`
     ranks: Ranks = ALONE,                 # the processes that do it together; the first of them writes and speaks
-    reward_fn: Callable[..., Sequence[float]] = default_reward,  # prompts, answers, scores -> a reward of your own
+    reward_fn: Callable[..., Iterable[float]] = default_reward,  # prompts, answers, scores -> a reward of your own
 ) -> pd.DataFrame:  # the before/after table
     "The main job, with its progress on the console: plan, evaluation, training, evaluation, table."
     for make in writers:

@@ -125,8 +125,8 @@ def read_dimension(
 
 
 def check_value(
-    search: 'Search',          # whose trials
-    point: Mapping[str, Any],  # a dimension and a value of it
+    search: 'Search',       # whose trials
+    point: dict[str, Any],  # a dimension and a value of it
 ) -> None:
     "Refuse a value that no trial can have; one that goes with some of the others is fine."
     def fits(values: Sequence) -> bool:
@@ -825,7 +825,7 @@ def plot_slices(
     table: pd.DataFrame,      # of `trial_table`
     settings: Sequence[str],  # its columns to look at
 ) -> Picture:
-    "Gain of every trial, with its 95 % interval, by the value of each setting; blue: success, a cross: not measured."
+    "Gain and 95 % interval of every trial, by setting; blue: success, orange: none, a cross: not measured."
     won, none, width = table['outcome'] == 'success', table['gain'].isna(), 2.2*len(settings) + .6
     picture = Picture(width, 2.6)
     panels = picture.grid(1, len(settings), sharey=True)

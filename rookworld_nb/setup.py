@@ -264,11 +264,13 @@ def collector_of(
 # %% ../nbs/30_setup.ipynb #b1761b87
 class Setup:
     "Everything a run needs, loaded and checked; nothing is written."
+    profiles: dict[str, Any] | None = None    # of memory, from a search for the batch
+
     def __init__(
         self,
         config: TrainConfig = TrainConfig(),  # what to do
         ranks: Ranks = ALONE,                 # the processes that do it together
-        reward_fn: Callable[..., Sequence[float]] = default_reward,  # prompts, answers, scores -> a reward of your own
+        reward_fn: Callable[..., Iterable[float]] = default_reward,  # prompts, answers, scores -> a reward of your own
     ) -> None:
         config = paid_by(config, reward_fn)
         device, elsewhere = both_devices(config, ranks)

@@ -17,7 +17,7 @@ import json
 import math
 import random
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.resources import files
@@ -97,9 +97,9 @@ COUNTERS = re.compile(r'^(\S+ [wb] \S+ \S+) (\d+) (\d+)(?=\s)')  # some files ke
 
 
 def epd_grades(
-    operations: dict[str, object],  # of an EPD line
-    legal: frozenset[str],          # legal moves, UCI
-) -> dict[str, float]:              # move -> points; empty where the line has no c8 and c9
+    operations: Mapping[str, object],  # of an EPD line
+    legal: frozenset[str],             # legal moves, UCI
+) -> dict[str, float]:                 # move -> points; empty where the line has no c8 and c9
     """The graded moves of a line in the manner of STS: c8 the points, c9 the moves in UCI."""
     if not {'c8', 'c9'} <= operations.keys():
         return {}
@@ -119,7 +119,10 @@ def epd_puzzle(
     """A line of an EPD suite; moves in SAN or in coordinates."""
     board, operations = chess.Board.from_epd(COUNTERS.sub(r'\1 hmvc \2; fmvn \3;', line.strip()))
     legal = legal_moves(board.fen())
-    bm, am = (frozenset(move.uci() for move in operations.get(key, ())) for key in ('bm', 'am'))
+    named = [operations.get(key) or [] for key in ('bm', 'am')]
+    if texts := [part for part in named if not isinstance(part, list)]:
+        raise SuiteError(f'bm and am must be moves, without quotation marks, not {texts[0]!r}')
+    bm, am = (frozenset(move.uci() for move in moves) for moves in named)
     points = epd_grades(operations, legal)
     top = frozenset(move for move in points if points[move] == max(points.values()))
     right = (bm or (legal if am else top)) - am

@@ -16,7 +16,7 @@ import copy
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any
@@ -580,7 +580,9 @@ def count_skipped(
 
 # %% ../nbs/19_trainer.ipynb #b79410db
 class Learner:
-    "Policy, critic, optimiser, and a state of them to go back to; `failed`: the weights that a recovery gave up."
+    "Policy, critic, optimiser, and a state of them to go back to."
+    failed: dict[str, Tensor] | None = None    # the weights that the latest update's recovery gave up, else None
+
     def __init__(
         self,
         model: GPT,                               # the policy, changed in place
@@ -594,7 +596,7 @@ class Learner:
         self.model, self.config, self.ref_model, self.ranks, self.answers = model, config, ref_model, ranks, answers
         self.critic = Critic(model.cfg.n_embd).to(model.wte.weight) if config.use_gae else None
         self.optimizer, self.kl = build_optimizer(model, config, self.critic), KLController(config.kl)
-        self.health, self.good, self.proposed, self.failed = Health(), {}, False, None
+        self.health, self.good, self.proposed = Health(), {}, False
 
     def weights(self) -> dict[str, Any]:
         "What an update changes: references, not copies."
@@ -749,7 +751,7 @@ class Trainer(Learner):
     def run(
         self,
         rollouts: Iterable[Experience],  # asked for one at a time; a `RolloutBuffer` is emptied after a failure
-    ) -> Iterator[dict[str, float]]:     # metrics by name, one row per optimiser step
+    ) -> Generator[dict[str, float], None, None]:  # metrics by name, one row per optimiser step
         "Update until all is done or has failed (`stop_reason`); a recovery goes back to what `propose` marked."
         source = iter(rollouts)
         if not self.good: self.remember()

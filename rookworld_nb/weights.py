@@ -393,7 +393,7 @@ def push_list(
     weights = ['model.safetensors'] if single else [INDEX, *sorted(set(shards_of(folder).values()))]
     words = ['tokenizer.json'] if (folder/'tokenizer.json').exists() else ['vocab.json', 'merges.txt']
     wanted = ['config.json', *weights, *words, 'tokenizer_config.json', 'README.md']    # as loaded; what describes it
-    found = {name: folder/name for name in wanted if (folder/name).exists()}
+    found: dict[str, Path | bytes] = {name: folder/name for name in wanted if (folder/name).exists()}
     if 'README.md' not in found:
         size = num_parameters(model)
         card = CARD.format(title=repo_id.split('/')[1], repo_id=repo_id, parameters=size, **vars(model.cfg))

@@ -171,6 +171,7 @@ def test_no_more_is_read_than_asked_for():
     (f'{KQK[:-4]} c8 "5 -1"; c9 "g5g6 g5h6";', 'line 1: .*none below 0'), (f'{KQK[:-4]} bm Kg6; hmvc 99999;', 'line 1: .*99999'),
     ('{"input": ' + '['*100_000, 'line 1: maximum recursion'),
     (f'{KQK[:-4]} c8 "0 0"; c9 "g5g6 g5h6";', 'line 1: .*none below 0 and some above'), (f'{KQK[:-4]} bm;', 'line 1'),
+    (f'{KQK[:-4]} bm "Kg6";', "line 1: bm and am must be moves, without quotation marks, not 'Kg6'"), (f'{KQK[:-4]} bm Kg6; am 3;', 'line 1: bm and am .*not 3'),
     ('7k/5Q2/8/8/8/8/8/8 w - - bm Qf8;', 'line 1: .*impossible position'),
     (LICHESS.replace('a1a8', 'a1b8'), "x.epd, line 1: .*a1b8"),
     (LICHESS.replace(' a1a8', ''), "line 1: 'h8g8': the opponent"),
