@@ -91,7 +91,7 @@ def _attend_kernel(q, k, v, prompt_k, prompt_v, bias, keys, values, out, at, row
 
 # %% ../nbs/10_graphs.ipynb #eb4df203
 def attend_fused(
-    q: Tensor,         # (N, H, 1, d), like `k` and `v` of any strides but those of the last dimension
+    q: Tensor,         # (N, H, 1, d), of any strides but that of the last dimension; `k` and `v` have the same
     k: Tensor,         # (N, H, 1, d)
     v: Tensor,         # (N, H, 1, d)
     prompt_k: Tensor,  # (B, H, Tp, d), this and all that follow contiguous
