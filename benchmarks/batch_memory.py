@@ -1,4 +1,4 @@
-"""Does a larger step need more memory, and does a completion cost more in it?
+"""Does a larger step need more memory, and more CPU time for each completion?
 
     python benchmarks/batch_memory.py --repeats 3
 
@@ -44,7 +44,7 @@ def measure(model, completions, pieces, steps):
 def main():
     options = argparse.ArgumentParser(description=__doc__.partition('\n')[0])
     options.add_argument('--model', default='nano', help='nano, a folder, or a Hugging Face id')
-    options.add_argument('--repeats', type=int, default=3, help='processes a row')
+    options.add_argument('--repeats', type=int, default=3, help='processes for each row')
     options.add_argument('--steps', type=int, default=1, help='measured steps of each process, after one that warms up')
     options.add_argument('--one', nargs=2, help=argparse.SUPPRESS)
     options = options.parse_args()

@@ -1,10 +1,10 @@
-"""What does a run lose where another program wants its cores?
+"""How much does a run slow down where another program wants its cores?
 
     python benchmarks/busy_core.py --spins 300000 3000 --rounds 2
 
-Starts `rookworld train` in fresh processes on all cores: alone, beside a program that only loops, and beside another run (whose steps count too), with each number of rounds for which a waiting thread asks before
-it sleeps (GOMP_SPINCOUNT: 300000 is what GNU's OpenMP takes by itself, 3000 what the package sets). The settings take turns. Printed: seconds of a step, the first of a process left out; a process that takes longer than
---limit is ended, and what it has counts.
+Starts `rookworld train` in fresh processes on all cores: alone, beside a program that only loops, and beside another run (whose steps count too), with each number of rounds that a waiting thread spins before
+it sleeps (GOMP_SPINCOUNT: 300000 is the default of GNU's OpenMP, 3000 what the package sets). The settings take turns. Printed: seconds of a step, the first of a process left out; a process that takes longer than
+--limit is ended, and the steps that it has done count.
 """
 import argparse
 import json
@@ -43,7 +43,7 @@ def main():
     options = argparse.ArgumentParser(description=__doc__.partition('\n')[0])
     options.add_argument('--spins', type=int, nargs='+', default=[300_000, 3000], help='values of GOMP_SPINCOUNT')
     options.add_argument('--rounds', type=int, default=2, help='processes of each kind')
-    options.add_argument('--steps', type=int, default=5, help='of a process')
+    options.add_argument('--steps', type=int, default=5, help='steps of each process')
     options.add_argument('--limit', type=float, default=300, help='seconds that a process may take')
     options = options.parse_args()
     kinds = [(spins, beside) for beside in (ALONE, LOOP, RUN) for spins in options.spins]

@@ -66,7 +66,7 @@ def main() -> None:
     options.add_argument('--settings', nargs='+', choices=tuple(SETTINGS), default=list(SETTINGS), help='what to measure')
     options.add_argument('--rounds', type=int, default=1, help='how often each setting has its turn')
     options.add_argument('--repeats', type=int, default=5, help='steps that count, after three that do not')
-    options.add_argument('--device', default='cuda', help='where')
+    options.add_argument('--device', default='cuda', help='device to measure on')
     options.add_argument('--tiny', action='store_true', help='a model of two layers and a few tokens, to try the script')
     options.add_argument('--profile', action='store_true', help='list the operations of one more step')
     options.add_argument('--json', type=Path, help='file for every timing')

@@ -8,8 +8,8 @@ position) and kept in --cache. Those that the package ships, or --exclude names,
 P: out. A: positions are the shipped held-out ones. Task `A natural`: --moves moves as games have them (seven in ten are one of the engine's five), one on each of the fresh positions (`--moves 0`: none). Task
 `A rare`: how many of the mates, draws and illegal moves are recognised, of the shipped held-out and stress sets together, and how many other moves are taken for one of these. Task `A rare, fresh`: the
 same of --rare moves from the `A:` shards beside those of the P: positions (`--rare 0`: none). Tasks
-`P held-out` and `P held-out, sampled`: the policy rows of the run's own closing table. Both models answer each prompt once, greedily; the difference is paired by prompt. `--share 0.6` examines the model that lies so far on the
-line from the start to the run's end (and has no closing table). Figures of the same
+`P held-out` and `P held-out, sampled`: the policy rows of the run's own closing table. Both models answer each prompt once, greedily; the difference is paired by prompt. `--share 0.6` evaluates the model six tenths of the way along
+the line from the start to the run's end (it has no closing table). Figures of the same
 run, task and metric in the CSV are replaced, if that run had the same settings.
 """
 import argparse

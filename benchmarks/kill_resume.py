@@ -1,10 +1,10 @@
-"""Kill a run at random moments, resume it, and compare it bit for bit with one that nobody disturbed.
+"""Kill a run at random moments, resume it, and compare it bit for bit with an undisturbed run.
 
     python benchmarks/kill_resume.py --kills 25
 
 Every trial starts `rookworld train` on a small configuration, sends it `kill -9` after a random time (which may fall before the first step, in
 the middle of one, or into the writing of a checkpoint), resumes it to the end, and compares weights, optimiser, random numbers, buffer, metrics
-and completions with the undisturbed run. Prints a line a trial and a summary; exit code 1 where one differs.
+and completions with the undisturbed run. Prints one line per trial and a summary; the exit code is 1 if any trial differs.
 """
 import argparse
 import hashlib
@@ -74,7 +74,7 @@ def trial(folder, flags, after):
 def main():
     options = argparse.ArgumentParser(description=__doc__.partition('\n')[0])
     options.add_argument('--kills', type=int, default=25, help='trials')
-    options.add_argument('--seed', type=int, default=0, help='of the moments')
+    options.add_argument('--seed', type=int, default=0, help='random seed of the moments')
     options = options.parse_args()
     rng = random.Random(options.seed)
     with tempfile.TemporaryDirectory() as place:

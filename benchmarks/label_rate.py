@@ -2,9 +2,9 @@
 
     python benchmarks/label_rate.py --positions 5000 --nodes 200 --processes 2 --repeats 3
 
-Labels positions of random games with as many processes as told, and has the same engine search the same positions with nothing around it: each
-process writes `ucinewgame`, `position` and `go nodes` and reads to `bestmove`. The two are interleaved. Printed: positions a second of wall time, and a
-second of CPU time (all processes and engines together), which says what the work costs on a machine that has other work too.
+Labels positions of random games with --processes processes, and has the same engine search the same positions with nothing around it: each
+process writes `ucinewgame`, `position` and `go nodes` and reads to `bestmove`. The two are interleaved. Printed: positions per second of wall time,
+and per second of CPU time of all processes and engines together, which says what the work costs on a machine that has other work too.
 """
 import argparse
 import random

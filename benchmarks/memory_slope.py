@@ -2,8 +2,8 @@
 
     python benchmarks/memory_slope.py --steps 300
 
-Trains nano on prompts of both tasks, reads the resident memory after every step, once the C library has handed freed pages back (otherwise its own
-reserve is what one measures), and fits a line to the second half of the readings (the first half fills caches). Prints the slope with its standard
+Trains nano on prompts of both tasks, reads the resident memory after every step, once the C library has handed freed pages back (otherwise one would
+measure its own reserve), and fits a line to the second half of the readings (the first half fills caches). Prints the slope with its standard
 error, from the means of ten blocks, which are nearly independent. Linux.
 """
 import argparse

@@ -4,7 +4,7 @@
     python benchmarks/peers.py --work gpt2 --rounds 3 --json gpt2.json
 
 Every measurement is a fresh process; the peers take turns, forwards and backwards, so that a noisy machine is noisy for all. The same weights, prompts,
-numbers of completions and sampling settings go in, through everybody's public interface; nothing is compiled. Works:
+numbers of completions and sampling settings go in, through each program's public interface; nothing is compiled. Workloads:
 
     nano    6 layers, 160 wide, 256 tokens, random weights: 8 prompts of 48 tokens x 8 completions of 96, none ends early; trivial reward
     gpt2    124M parameters, random weights: 4 prompts of 48 tokens x 4 completions of 64; trivial reward
@@ -251,7 +251,7 @@ def show(part: str, work: str, found: dict[str, list[dict]]) -> None:
 
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__.partition('\n')[0])
-    options.add_argument('--work', nargs='+', choices=WORKS, default=['nano'], help='what to do')
+    options.add_argument('--work', nargs='+', choices=WORKS, default=['nano'], help='workloads')
     options.add_argument('--part', nargs='+', choices=tuple(PEERS), default=list(PEERS), help='what to time')
     options.add_argument('--rounds', type=int, default=3, help='processes of each peer')
     options.add_argument('--repeats', type=int, default=3, help='timings in a process, after one that does not count')

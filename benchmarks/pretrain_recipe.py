@@ -4,9 +4,9 @@
     python benchmarks/pretrain_recipe.py recipe "no probes" "no verdicts" --model V3 --steps 6000 --lr 0.004 --seeds 1 --folder work/sight --csv nbs/results/pretrain_sight.csv
 
 The runs of a study begin with random weights, or those of --model, and see the same number of tokens of the same data (made once, in --folder, with the settings of `rookworld pretrain`; none of the positions that the package
-ships). Two runs go side by side, on a thread each. Each ends with greedy answers to the shipped held-out positions, to the shipped rare moves (task `A rare`) and to --moves others that were kept apart (`A mix`: rare
-kinds as frequent as in pre-training), and with the loss on 200 rows of each kind (`P rows` ...). Killed and started again it goes on from the last checkpoint of each run. The CSV has a row for each run and metric: the mean
-over the answers, and over how many.
+ships). Two runs go side by side, on one thread each. Each ends with greedy answers to the shipped held-out positions, to the shipped rare moves (task `A rare`) and to --moves others that were kept apart (`A mix`: rare
+kinds as frequent as in pre-training), and with the loss on 200 rows of each kind (`P rows` ...). If it is killed and started again, it resumes each run from its last checkpoint. The CSV has a row for each run and metric: the mean
+over the answers, and their number.
 """
 import argparse
 import dataclasses

@@ -1,11 +1,11 @@
-"""What do processes cost that train together? Weak and strong scaling of a GRPO step of nano.
+"""What does it cost to train together on several processes? Weak and strong scaling of a GRPO step of nano.
 
     python benchmarks/ranks.py --processes 2 --prompts 16 --rounds 5
 
-Every measurement is a fresh start of torchrun with one thread a process; four kinds take turns. `alone`: one process, so many prompts a batch. `apart`: as many
-processes at once, each alone with its own batch, which is what the machine can do. `weak`: they train together, with as many times the prompts. `strong`: they
-share the prompts of one. Printed: the median step of each round, and the ratios to `alone` of the same round.
-What came out stands in nbs/processes.ipynb.
+Every measurement is a fresh start of torchrun with one thread a process; four kinds take turns. `alone`: one process, with --prompts prompts a batch. `apart`: --processes
+processes at once, each alone with its own batch, which is what the machine can do. `weak`: they train together, each with as many prompts as `alone`. `strong`: they
+share the prompts of `alone`. Printed: the median step of each round, and the ratios to `alone` of the same round.
+The results are in nbs/processes.ipynb.
 """
 import argparse
 import os
@@ -50,9 +50,9 @@ def measure(kind, options, file):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition('\n')[0])
     parser.add_argument('--processes', type=int, default=2)
-    parser.add_argument('--prompts', type=int, default=16, help='of a batch of one process; each has 8 completions')
+    parser.add_argument('--prompts', type=int, default=16, help='prompts in a batch of one process, with 8 completions each')
     parser.add_argument('--rounds', type=int, default=5)
-    parser.add_argument('--steps', type=int, default=6, help='of a measurement, after one that does not count')
+    parser.add_argument('--steps', type=int, default=6, help='steps of a measurement, after one that does not count')
     parser.add_argument('--one', nargs=2, metavar=('KIND', 'FILE'), help='measure in this process')
     options = parser.parse_args()
     if options.one:

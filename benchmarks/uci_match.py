@@ -2,8 +2,8 @@
 
     python benchmarks/uci_match.py --games 50
 
-Every opening is played twice with the colours changed. python-chess raises where an engine answers with an illegal move, or not in time: the script then ends with an
-error. Prints how the games ended, and the score and the Elo difference with their 95 % intervals (Wilson).
+Every opening is played twice with the colours changed. If an engine answers with an illegal move, or not in time, python-chess raises an error and the script
+ends with it. Prints how the games ended, and the score and the Elo difference with their 95 % intervals (Wilson).
 """
 import argparse
 import sys
@@ -20,7 +20,7 @@ from rookworld_nb.tasks import PolicyAnswer
 
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__.partition('\n')[0])
-    options.add_argument('--games', type=int, default=50, help='even')
+    options.add_argument('--games', type=int, default=50, help='number of games, even')
     options.add_argument('--model', default='nano', help='as for rookworld uci')
     options.add_argument('--level', default='skill=0', help='skill=N, elo=N or nodes=N')
     options = options.parse_args()

@@ -454,9 +454,9 @@ def score_all(
         rewards = plain_rewards(given, len(texts), f'scorer {name_of(scorer)}')
         given = Scores(rewards, pd.DataFrame({'task': [row.task for row in rows], 'raw': rewards, 'reward': rewards}))
     if len(given.rewards) != len(texts):
-        raise BadScores(f'the scorer gave {len(given.rewards)} rewards for {len(texts)} answers: one for each')
+        raise BadScores(f'the scorer gave {len(given.rewards)} rewards for {len(texts)} answers; give one for each')
     if taken := [name for name in ROW_COLUMNS if name in given.components]:
-        raise BadScores(f'the table of scores has a column {taken[0]!r}, and so has that of the completions: rename it')
+        raise BadScores(f'the table of scores has a column {taken[0]!r}, as the table of completions has: rename it')
     return given.split([len(draft.rollouts.texts) for draft in drafts])
 
 # %% ../nbs/17_buffer.ipynb #8c73b49f

@@ -64,7 +64,7 @@ def check_output(
 ) -> None:
     "Refuse a path that lines cannot be added to."
     if path.suffix == '.gz' or path.exists() and not path.is_file():
-        raise UsageError(f'--output {path}: lines of plain text are added to a file, not to this')
+        raise UsageError(f'--output {path}: must be a plain text file to add lines to, no .gz and no folder')
     if not path.parent.is_dir():
         raise UsageError(f'--output {path}: there is no folder {path.parent}')
     if Path(f'{path}.shards', 'plan.json').exists():
@@ -358,7 +358,7 @@ def evaluation_samples(
     from rookworld_nb.positions import by_task, read_lines, shipped, spread, warn_malformed
     tasks = {SUITES[name] for name in suite if name in SUITES}
     if 'stress' in suite and (data is not None or len(tasks) > 1 or 'env' in suite):
-        raise UsageError('--suite stress: a shipped set of its own; policy, env and --data need another command')
+        raise UsageError('--suite stress: uses its own shipped set; give policy, env or --data in another command')
     if not tasks: return []
     samples, malformed = read_lines(data) if data else (shipped('stress' if 'stress' in suite else 'heldout'), [])
     warn_malformed(data, malformed)
@@ -444,7 +444,7 @@ def suite_puzzles(
     if 'puzzles' in suite and lines:
         raise UsageError(f'--suite puzzles: not with {" and ".join(sorted(lines))}, which read another kind of --data')
     if data is not None and not lines and 'puzzles' not in suite:
-        raise UsageError(f'--data {data}: of --suite {",".join(suite)} none reads a file')
+        raise UsageError(f'--data {data}: no suite in --suite {",".join(suite)} reads a file')
     readers = {'mate': lambda: shipped_puzzles('mates'), 'tactics': lambda: shipped_puzzles('tactics'),
                'puzzles': lambda: read_puzzles(data, limit)}
     return {name: readers[name]()[:limit] for name in suite if name in readers}
@@ -637,7 +637,7 @@ def train(
             with closing(run.Run(config, ranks)) as planned:
                 if ranks.first: emit(planned_work(planned))
         except ValueError as error:
-            if preset != 'nano': error.add_note(f'what was not given is that of --preset {preset}')
+            if preset != 'nano': error.add_note(f'settings that were not given come from --preset {preset}')
             raise
 
 # %% ../nbs/35_cli.ipynb #479a0a9a

@@ -266,7 +266,7 @@ def check_flags(
     if config.kl_control == 'adaptive' and not (config.kl_coef is None or lowest <= config.kl_coef <= highest):
         wrong['kl_coef'] = f'the adaptive control keeps it in {lowest:g} to {highest:g}'
     if config.eval_every and not config.eval_policy + config.eval_env:
-        wrong['eval_every'] = 'there is nothing to look at; give --eval-policy or --eval-env'
+        wrong['eval_every'] = 'there is nothing to evaluate; give --eval-policy or --eval-env'
     for name in ('mix_env_ratio', 'rare_env_ratio'):
         if not 0 <= (values[name] or 0) <= 1: wrong[name] = 'must be 0 to 1'
     if (config.history_plies or 1) > HISTORY_PLIES: wrong['history_plies'] = f'a prompt shows 1 to {HISTORY_PLIES}'

@@ -114,7 +114,7 @@ def _same_settings(folder: Path, kind: str, **settings: float | str) -> None:
         raise CorpusError(f'{folder}: its {kind} shards were made with {", ".join(wrong)}; give the same, '
                             'or another --output-dir')
     if not made and any(folder.glob(f'{kind}-*.txt')):
-        logger.warning('%s: nobody wrote down what made its %s shards; taken for %s', folder, kind, settings)
+        logger.warning('%s: no record of the settings of its %s shards; assuming %s', folder, kind, settings)
     if settings.keys() - made:
         with replacing(path) as aside: aside.write_text(json.dumps(made | settings) + '\n', encoding='utf-8')
 

@@ -91,7 +91,7 @@ def parse_value(
     origin, options = typing.get_origin(kind), typing.get_args(kind)
     if origin is tuple:
         if not (parts := [part.strip() for part in text.split(',') if part.strip()]):
-            raise UsageError(f'{text!r} names nothing')
+            raise UsageError(f'{text!r} is an empty list')
         return tuple(parse_value(options[0], part) for part in parts)
     if origin in (typing.Union, types.UnionType):
         if text == 'none' and type(None) in options:
@@ -136,7 +136,7 @@ class Parser(argparse.ArgumentParser):
         message: str,  # argparse's own
     ) -> NoReturn:
         "Raise an exception instead of printing the usage and exiting."
-        message = message.replace('ignored explicit argument', 'takes no value, least of all')
+        message = message.replace('ignored explicit argument', 'takes no value, but got')
         raise UsageError(message.removeprefix('argument '))
 
 
@@ -228,7 +228,7 @@ def read_settings(
     if unknown:
         before = ['', *words][[*words].index(unknown[0])]
         switch = any(before == flag.word for flag in flags.values() if flag.kind is bool)
-        raise UsageError(f'{before} takes no value, least of all {unknown[0]!r}' if switch else
+        raise UsageError(f'{before} takes no value, but got {unknown[0]!r}' if switch else
                          f'{unknown[0]!r} belongs to no flag; --help lists the flags')
     typed = vars(typed)
     path = typed.pop('config', None)

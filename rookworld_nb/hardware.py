@@ -452,8 +452,8 @@ class BatchSearch:
         fitting = [profile for profile in self.profiles if profile.utilization <= self.target]
         if not fitting:
             raise HardwareError(f'no batch fits: {self.reason}; --gradient-checkpointing, --micro-batch-size and '
-                                f'--max-new-tokens decide what a batch takes, of a memory of which {self.target:g} may '
-                                'be used')
+                                f'--max-new-tokens decide how much memory a batch takes, and {self.target:g} of the '
+                                'memory may be used')
         return fitting[-1]
 
     @property

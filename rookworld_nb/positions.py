@@ -419,8 +419,8 @@ def prompt_pools(
     "Sort samples by task, or raise a DataError where the mix cannot be dealt from them."
     pools = by_task(samples)
     if others := [task for task in pools if task not in ('P', 'A')]:
-        raise DataError(f'samples of task {", ".join(others)}: a mix deals P: and A: prompts; deal others by hand, in '
-                        'lists, one a batch')
+        raise DataError(f'samples of task {", ".join(others)}: a mix deals P: and A: prompts; deal others by hand, as '
+                        'one list for each batch')
     if not isinstance(batch_positions, int) or batch_positions < 1:
         raise DataError(f'batch_positions={batch_positions!r}: a batch needs a whole number of prompts, at least 1')
     for name, share in (('mix_env_ratio', mix_env_ratio), ('rare_env_ratio', rare_env_ratio or 0)):

@@ -410,7 +410,7 @@ def check_rows(
         raise BadTarget('prompts, completions and targets are lists; of a single answer lists of one text')
     if not len(prompts) == len(completions) == len(targets):
         raise BadTarget(f'{len(prompts)} prompts, {len(completions)} completions and {len(targets)} targets; '
-                        'give as many of each, a prompt once for every completion of it')
+                        'give as many of each, repeating a prompt for each of its completions')
     for what, column in (('prompt', prompts), ('completion', completions), ('target', targets)):
         for row, text in enumerate(column):
             if not isinstance(text, str) and (what != 'target' or text is not None):

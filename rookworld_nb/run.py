@@ -224,7 +224,7 @@ def interrupted_afterwards() -> Iterator[None]:
     def hold(number: int, frame: Any) -> None:
         signal.signal(number, usual[number])
         pressed.append(number)
-        logger.warning('interrupted: the step is finished and saved; once more loses all since the last checkpoint')
+        logger.warning('interrupted: finishing and saving this step; once more loses all since the last checkpoint')
     try:
         for number in held: signal.signal(number, hold)
     except ValueError: held = []    # only the main thread can
@@ -267,7 +267,7 @@ def alone_in(
     with ExitStack() as stack:
         try: mine = stack.enter_context(locked(folder/'.lock'))
         except OSError as error:    # it cannot even be opened
-            logger.warning('%s: cannot be locked (%s); see to it that no other run goes on there', folder, error)
+            logger.warning('%s: cannot be locked (%s); make sure that no other run goes on there', folder, error)
             mine = True
         if not mine:
             raise RunError(f'--output-dir {folder}: a run is going on there, in another process or in a loop that was '
@@ -486,7 +486,7 @@ def steer(
     check_settled(run)
     step, movable = run.trainer.step, levers(run)
     if wish not in (*movable, 'checkpoint', 'pause', 'resume', 'stop'):
-        raise RunError(f'{wish!r} cannot be done by hand; valid: {", ".join(movable)}, checkpoint, pause, resume, stop')
+        raise RunError(f'{wish!r} cannot be steered; valid: {", ".join(movable)}, checkpoint, pause, resume, stop')
     if wish == 'checkpoint' and not (run.folder/'config.json').exists():
         raise RunError('checkpoint: the run has not begun; there is nothing to resume before its first step')
     with ExitStack() as stack:

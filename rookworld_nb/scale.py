@@ -237,7 +237,7 @@ def check_search(
     if both := [name for part in search.dimensions for name in fields_of(part) if name in search.given]:
         raise SearchError(f'--{both[0].replace("_", "-")} is in the space too; give one of them')
     if search.given.get('resume'):
-        raise SearchError('--resume: a study goes on by itself where its --output-dir is named again')
+        raise SearchError('--resume: not needed; a study resumes when its --output-dir is given again')
     if search.given.get('auto_batch_size'):
         raise SearchError('--auto-batch-size: not in a study, whose trials must not depend on the memory at hand; '
                           'rookworld batch-size measures what fits')

@@ -57,7 +57,7 @@ def warn_of_labels(
     others = sum(dict(zip(one.moves, one.evals)).get(one.best, -math.inf) < max(one.evals) for one in answers)
     if others:
         logger.warning('--data %s: in %d of %d P: lines another move than the B: has the highest evaluation; that one '
-                       'is the best move, and the B: is not read', data, others, len(answers))
+                       'counts as the best move, and the B: is not read', data, others, len(answers))
 
 
 def apart_from_evaluation(

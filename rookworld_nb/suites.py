@@ -82,7 +82,7 @@ def lichess_puzzle(
         raise SuiteError(f'a Lichess puzzle needs {", ".join(missing)}')
     board, moves, questions = own_board(row['FEN']), row['Moves'].split(), []
     if not moves or len(moves) % 2:
-        raise SuiteError(f'{row["Moves"]!r}: the opponent moves first, and the solver last')
+        raise SuiteError(f'{row["Moves"]!r}: the opponent must move first, and the solver last')
     for number, uci in enumerate(moves):
         if uci not in legal_moves(board.fen()): raise SuiteError(f'the move {uci} is not legal in {board.fen()}')
         move = chess.Move.from_uci(uci)

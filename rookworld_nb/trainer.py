@@ -96,7 +96,7 @@ def check_config(
         check_number(name, getattr(config, name), positive=True)
     for name in KL_LIMITS: check_number(name, getattr(config, name), positive=True, optional=True)
     if config.kl_spike_factor is not None and config.kl_spike_factor <= 1:
-        raise SettingError(f'kl_spike_factor={config.kl_spike_factor} must be above 1: a steady KL is no spike')
+        raise SettingError(f'kl_spike_factor={config.kl_spike_factor} must be above 1, or a steady KL is a spike')
     for name, valid in (('lr_schedule', SCHEDULES), ('adamw', ADAMW), ('loss_type', LOSS_TYPES),
                         ('importance_level', IMPORTANCE_LEVELS), ('kl_estimator', KL_ESTIMATORS)):
         check_option(name, getattr(config, name), valid)
@@ -262,7 +262,8 @@ def likely_cause(
         return 'positions under padding: only rows whose prompt is padded disagree'
     if ref is not None and _gap(old, ref, mask) <= tolerance:
         return 'another policy: the reference agrees with the sampler, but the policy has other weights'
-    return 'positions, masks or cache of the sampler, or rollouts of another policy: no noise, no temperature up to 2'
+    return ('positions, masks or cache of the sampler, or rollouts of another policy: noise, or a temperature up to 2, '
+            'does not explain it')
 
 # %% ../nbs/19_trainer.ipynb #d4a66b2b
 def check_kl_inputs(
@@ -345,7 +346,7 @@ def judged_by(
 ) -> dict[str, Tensor]:     # advantages, values and returns, (n, T) each
     "What the critic makes of a piece."
     if micro.advantages.dim() > 1:
-        raise SettingError('use_gae: the experience has advantages of its own for every token (credit by part)')
+        raise SettingError('use_gae: the experience already has an advantage for every token (credit by part)')
     mask = micro.completion_mask
     values = at_tokens(mask, critic(hidden).float())
     advantages, returns = gae(place_rewards(micro.rewards, mask), values, mask, config.gamma, config.gae_lambda)

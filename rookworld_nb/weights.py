@@ -286,7 +286,7 @@ def download(
     except (OSError, ValueError) as e:  # no such repository or revision, no network, no valid name
         at = '' if revision is None else f' at revision {revision!r}'
         why = str(e).splitlines()[0] if str(e) else type(e).__name__
-        raise ModelNameError(f'{repo_id!r} is no folder, and the hub does not give it{at}: {why}') from e
+        raise ModelNameError(f'{repo_id!r} is no folder, and cannot be fetched from the hub{at}: {why}') from e
 
 # %% ../nbs/01_weights.ipynb #56aefcb0
 def model_folder(
@@ -297,7 +297,7 @@ def model_folder(
     name = str(name_or_path)
     is_hub = isinstance(name_or_path, str) and HUB_ID.fullmatch(name) and not Path(name).exists()
     if is_hub: return download(name, revision)
-    if revision is not None: raise ModelNameError(f'revision {revision!r} belongs to a hub id, and {name!r} is none')
+    if revision is not None: raise ModelNameError(f'revision {revision!r} needs a hub id, and {name!r} is not one')
     if name_or_path == 'nano': return Path(str(files('rookworld_nb')/'assets'/'nano'))
     folder = Path(os.path.expanduser(name))
     if os.path.isdir(folder) and name:    # unlike Path's, this never raises
