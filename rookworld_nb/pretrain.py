@@ -517,7 +517,7 @@ def _load_checkpoint(path: Path, config: PretrainConfig) -> dict:
     except Exception as error:    # of the archive or of what is in it, several families
         raise PretrainError(f'{path}: damaged ({error}); without it the same command begins anew') from error
     free = ('steps', 'env_share', 'verdict_share',    # may change when a run is resumed: more steps, another mix
-            'output_dir', 'processes', 'threads', 'save_every', 'stockfish_path', 'exclude')    # its content is below
+            'output_dir', 'processes', 'threads', 'save_every', 'stockfish_path', 'exclude')    # exclude: by content
     before = state['config']
     if differing := [f'--{name.replace("_", "-")} {before.get(name)}, not {value}'
                      for name, value in asdict(config).items() if name not in free and before.get(name) != value]:
