@@ -452,7 +452,7 @@ class Rounds:
 class Stream(Protocol):
     "Endless samples, by number."
     @property
-    def pool(self) -> Sequence[Sample]: ...  # what it deals from
+    def pool(self) -> Sequence[Sample]: "What it deals from."
 
     def __getitem__(self, number: int) -> Sample: ...
 

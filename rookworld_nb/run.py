@@ -350,7 +350,7 @@ class Run(Setup):
     ) -> None:
         super().__init__(starting_config(config, ranks), ranks, reward_fn)
         self.started, self.console = time.perf_counter(), ''    # the latest step's line for the console
-        self.settled, self.events = True, []    # between steps; done by hand
+        self.profiles, self.settled, self.events = None, True, []    # of memory; between steps; done by hand
         self.saved, self.begun, self.holds = 0, False, False    # newest checkpoint; folder made; others kept out
         self.sums: dict[str, bytes] = {}    # of the checkpoints, as this run knows them
         with ExitStack() as undo:

@@ -264,8 +264,6 @@ def collector_of(
 # %% ../nbs/30_setup.ipynb #b1761b87
 class Setup:
     "Everything a run needs, loaded and checked; nothing is written."
-    profiles: dict[str, Any] | None = None    # of memory, from a search for the batch
-
     def __init__(
         self,
         config: TrainConfig = TrainConfig(),  # what to do

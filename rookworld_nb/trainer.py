@@ -581,9 +581,7 @@ def count_skipped(
 
 # %% ../nbs/19_trainer.ipynb #b79410db
 class Learner:
-    "Policy, critic, optimiser, and a state of them to go back to."
-    failed: dict[str, Tensor] | None = None    # the weights that the latest update's recovery gave up, else None
-
+    "Policy, critic, optimiser, and a state of them to go back to; `failed`: the weights that a recovery gave up."
     def __init__(
         self,
         model: GPT,                               # the policy, changed in place
@@ -597,7 +595,7 @@ class Learner:
         self.model, self.config, self.ref_model, self.ranks, self.answers = model, config, ref_model, ranks, answers
         self.critic = Critic(model.cfg.n_embd).to(model.wte.weight) if config.use_gae else None
         self.optimizer, self.kl = build_optimizer(model, config, self.critic), KLController(config.kl)
-        self.health, self.good, self.proposed = Health(), {}, False
+        self.health, self.good, self.proposed, self.failed = Health(), {}, False, None
 
     def weights(self) -> dict[str, Any]:
         "What an update changes: references, not copies."
