@@ -329,7 +329,7 @@ class Picture(Figure):
         with rc_context(STYLE): self.canvas.draw()
         pixels = Image.frombytes('RGBA', self.canvas.get_width_height(), self.canvas.buffer_rgba().tobytes())
         buffer = BytesIO()
-        pixels.convert('RGB').quantize(256, Image.Quantize.MAXCOVERAGE, 1, dither=Image.Dither.NONE).save(buffer, 'png')
+        pixels.convert('RGB').quantize(256, Image.Quantize.MAXCOVERAGE, kmeans=1).save(buffer, 'png')
         return buffer.getvalue()
 
 # %% ../nbs/20_monitor.ipynb #9164737f
