@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['PART_NAMES', 'CURVED', 'LARGEST', 'policy_earnings', 'env_earnings', 'earnings_table', 'token_parts',
-           'part_advantages', 'share_with_list', 'paid_whole', 'PartCredit']
+           'part_advantages', 'share_with_list', 'paid_whole', 'PartCredit', 'place_rewards', 'gae', 'value_loss']
 
 # %% ../nbs/09_credit.ipynb #6ece5f79
 import math
@@ -15,8 +15,8 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from .grpo import compute_advantages
-from .kl import SettingError
+from .grpo import aggregate, compute_advantages
+from .kl import BatchShapeError, SettingError, check_number, check_shapes
 from .rewards import (
     ADDITIVE, Judged, PolicyTruth, RewardConfig, best_score, blend_shares, candidate_gains, env_scores, eval_gains,
     policy_format, read_env, read_policy, scale_score)
@@ -177,3 +177,49 @@ class PartCredit:
         if task == 'P':
             advantages = share_with_list(advantages, rollouts.texts)
         return advantages.gather(1, torch.tensor(rows)).float().to(rollouts.logprobs.device)
+
+# %% ../nbs/09_credit.ipynb #836ac437
+def place_rewards(
+    rewards: Tensor,          # (N,) one per completion
+    completion_mask: Tensor,  # (N, T) True up to and including the end token
+) -> Tensor:                  # (N, T) the reward at the last active token, 0 elsewhere
+    "Turn rewards of completions into rewards of tokens."
+    if rewards.shape != completion_mask.shape[:1]:
+        raise BatchShapeError(f'rewards are {tuple(rewards.shape)}, completion_mask {tuple(completion_mask.shape)}; '
+                              'one reward per completion is needed')
+    mask = completion_mask.bool()
+    last = mask & (mask.cumsum(1) == mask.sum(1, keepdim=True))
+    return torch.where(last, rewards.unsqueeze(1), rewards.new_zeros(()))
+
+
+def gae(
+    token_rewards: Tensor,     # (N, T) reward received with each token
+    values: Tensor,            # (N, T) the critic's prediction at each token, before its reward
+    completion_mask: Tensor,   # (N, T) True up to and including the end token
+    gamma: float = 0.99,       # discount per token, 0 to 1
+    gae_lambda: float = 0.95,  # 0: trust the critic (one step), 1: trust the rewards (whole rest), 0 to 1
+) -> tuple[Tensor, Tensor]:    # (N, T) advantages, (N, T) targets of the critic; both without grad, 0 where masked
+    "Generalised advantage estimation along the tokens of each completion, never across completions."
+    for name, value in (('gamma', gamma), ('gae_lambda', gae_lambda)): check_number(name, value, most=1)
+    check_shapes(token_rewards=token_rewards, values=values, completion_mask=completion_mask)
+    mask = completion_mask.bool()
+    values, token_rewards = (x.detach().masked_fill(~mask, 0.0) for x in (values, token_rewards))
+    advantages, future = torch.zeros_like(values), values.new_zeros(len(values))
+    next_value = future
+    for t in reversed(range(values.shape[1])):
+        delta = token_rewards[:, t] + gamma * next_value - values[:, t]
+        future = delta + gamma * gae_lambda * future
+        advantages[:, t], next_value = future, values[:, t]
+    return advantages, advantages + values
+
+# %% ../nbs/09_credit.ipynb #5da731e1
+def value_loss(
+    values: Tensor,                           # (N, T) the critic's predictions, with grad
+    returns: Tensor,                          # (N, T) targets from `gae`, no grad
+    completion_mask: Tensor,                  # (N, T) True up to and including the end token
+    num_items: Tensor | float | None = None,  # active tokens of the whole step when this is one micro-batch of it
+) -> Tensor:                                  # () half the mean squared error over the active tokens
+    "Teach the critic: mean of (V - return)^2 / 2."
+    check_shapes(values=values, returns=returns, completion_mask=completion_mask)
+    error = (values - returns.detach()).masked_fill(~completion_mask.bool(), 0.)    # nan there would reach the gradient
+    return aggregate(error.square() / 2, completion_mask, num_items=num_items)

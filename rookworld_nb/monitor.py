@@ -105,7 +105,7 @@ UPDATE_METRICS = (
            'the policy hardly varies: groups of equal completions, no advantage, no learning',
            'the policy is guessing: it unlearns what it knew'),
     Metric('clip_ratio/region_mean', 'tokens (or sequences) held back by the clip / all', 'share', 'grpo', (0, .3),
-           (0, .5), if_high='updates are larger than the trust region: lower the learning rate or replay less'),
+           (0, .5), if_high='updates are larger than the clip range allows: lower the learning rate or replay less'),
     Metric('clip_ratio/low_mean', 'of these w < 1 - eps with A < 0 / tokens', 'share', 'grpo', (0, .3), (0, .5),
            if_high='too many tokens pushed below the clip range'),
     Metric('clip_ratio/high_mean', 'of these w > 1 + eps with A > 0 / tokens', 'share', 'grpo', (0, .3), (0, .5),

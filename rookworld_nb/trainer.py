@@ -27,8 +27,8 @@ from torch import Tensor, nn
 
 from .answers import Answers, answer_logprobs
 from .buffer import Experience, RolloutBuffer, check_reference, share_of, stack_rows
-from .grpo import (
-    IMPORTANCE_LEVELS, LOSS_TYPES, MissingInputError, count_items, gae, grpo_loss, place_rewards, value_loss)
+from .credit import gae, place_rewards, value_loss
+from .grpo import IMPORTANCE_LEVELS, LOSS_TYPES, MissingInputError, count_items, grpo_loss
 from .hardware import group_operations, product_rate
 from .kl import (
     EXACT_KL, KL_ESTIMATORS, KLConfig, KLController, SettingError,

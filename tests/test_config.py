@@ -10,7 +10,8 @@ import pytest
 
 from rookworld_nb.buffer import BufferConfig, CollectorConfig
 from rookworld_nb.config import PRESETS, RunError, TrainConfig
-from rookworld_nb.grpo import EMATracker, gae, grpo_loss
+from rookworld_nb.credit import gae
+from rookworld_nb.grpo import EMATracker, grpo_loss
 from rookworld_nb.kl import per_token_kl
 from rookworld_nb.records import RunWriter
 from rookworld_nb.rewards import RewardTerms, RunningNorm

@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
+from rookworld_nb.credit import gae, place_rewards, value_loss
 from rookworld_nb.grpo import (BASELINES, IMPORTANCE_LEVELS, LOSS_TYPES, REWARD_SCALES, EMATracker,
-                               MissingInputError, adaptive_baseline, by_group, compute_advantages, count_items, gae, grpo_loss,
-                               importance_ratio, place_rewards, policy_term, value_loss)
+                               MissingInputError, adaptive_baseline, by_group, compute_advantages, count_items, grpo_loss,
+                               importance_ratio, policy_term)
 from rookworld_nb.kl import EXACT_KL, SAMPLED_KL, BatchShapeError, SettingError, exact_kl, per_token_kl, reweight_kl
 
 EXACT = dict(atol=1e-9, rtol=1e-9)
