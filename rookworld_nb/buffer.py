@@ -253,7 +253,8 @@ def reward_metrics(
     return {'reward': float(rewards[judged].mean()), 'reward_std': float(groups.std(1).mean()),
             **spread_of(rewards[judged]),
             'frac_reward_zero_std': float((earned == earned[:, :1]).all(1).double().mean()),
-            'completions/unjudged': unjudged, **of_tasks, 'task_P/fraction': float((table['task'] == 'P').mean())}
+            'completions/unjudged': unjudged, **of_tasks,
+            **({'task_P/fraction': float((table['task'] == 'P').mean())} if table['task'].isin(['P', 'A']).any() else {})}
 
 # %% ../nbs/17_buffer.ipynb #d5ecdf5f
 def component_metrics(

@@ -465,8 +465,9 @@ def suite_openings(
         most = len(openings)//2*2
         raise UsageError(f'--games {games}: must be even, 2 to {most}; there are {len(openings)} openings')
     all_different(levels=levels)
-    for level in levels if 'stockfish' in suite else ():
-        with stockfish_opponent(level, stockfish_path): pass
+    if 'stockfish' in suite:
+        for level in levels:
+            with stockfish_opponent(level, stockfish_path): pass
     return openings[:games]
 
 # %% ../nbs/35_cli.ipynb #48b0726b
@@ -497,9 +498,10 @@ def play_suites(
     from rookworld_nb import suites
     for name, asked in puzzles.items():
         yield name, suites.suite_scores(suites.solve(player, asked, samples))
-    for name, judge in (('own world', world), ('rules', suites.rules_world)) if 'selfplay' in suite else ():
-        yield f'selfplay, {name}', suites.self_play_scores(suites.self_play(player, judge, openings))
-    for level in levels if 'stockfish' in suite else ():
+    if 'selfplay' in suite:
+        for name, judge in (('own world', world), ('rules', suites.rules_world)):
+            yield f'selfplay, {name}', suites.self_play_scores(suites.self_play(player, judge, openings))
+    for level in levels if 'stockfish' in suite else []:
         with suites.stockfish_opponent(level, stockfish_path) as engine:
             scores = suites.match_scores(suites.play_match(player, engine, openings[:len(openings)//2], seed=seed))
         yield f'stockfish {level}', pd.DataFrame({'value': scores})
@@ -720,23 +722,15 @@ def push(
 
 
 def batch_size(
-    model: str = 'nano',          # nano, a folder, or a Hugging Face id
-    target: float = 0.85,         # share of the memory that a batch may take
-    group_size: int = 4,          # completions per prompt; train uses 8 by default
-    max_new_tokens: int = ANSWER_TOKENS,  # longest completion
-    micro_batch_size: int | None = None,  # completions per forward pass of an update; none: as train does
-    gradient_checkpointing: bool = False,  # backward computes each block again instead of storing its inside
-    bf16: bool = False,           # multiply in bfloat16 inside the model's blocks
-    device: str = 'auto',         # cpu, cuda, cuda:1; auto takes the GPU where there is one
-    json: bool = False,           # one JSON object instead of tables
+    config,                # what was given of a config.TrainConfig, one flag each
+    target: float = 0.85,  # share of the memory that a batch may take
+    json: bool = False,    # one JSON object instead of tables
 ) -> None:
     "Measure the memory of real updates with 2, 4, ... 128 prompts, and find the largest batch that fits."
     from rookworld_nb.config import TrainConfig
     from rookworld_nb.hardware import profile_lines
     from rookworld_nb.setup import Setup, profile_batches
-    config = TrainConfig(model=model, group_size=group_size, max_new_tokens=max_new_tokens, device=device, bf16=bf16,
-                         micro_batch_size=micro_batch_size, gradient_checkpointing=gradient_checkpointing)
-    record = profile_batches(Setup(config), target)
+    record = profile_batches(Setup(TrainConfig(**config)), target)
     for line in [record] if json else profile_lines(record): emit(line)
 
 # %% ../nbs/35_cli.ipynb #c69ab64e
@@ -753,7 +747,9 @@ COMMANDS = {
     'score': Command(score, 'rookworld_nb.rewards:RewardConfig',    # less what acts over many calls
                      ('reward_warmup_steps', 'normalize_rewards', 'normalize_momentum', 'normalize_floor')),
     'label': Command(label), 'positions': Command(positions),
-    'uci': Command(uci), 'report': Command(report), 'ablate': Command(ablate), 'batch-size': Command(batch_size),
+    'uci': Command(uci), 'report': Command(report), 'ablate': Command(ablate),
+    'batch-size': Command(batch_size, 'rookworld_nb.config:TrainConfig',
+                          ('output_dir', 'resume', 'batch_positions', 'auto_batch_size')),
     'search': Command(search, 'rookworld_nb.config:TrainConfig', ('output_dir', 'resume', 'auto_batch_size')),
     'push': Command(push), 'pretrain': Command(pretrain, 'rookworld_nb.pretrain:PretrainConfig'),
 }

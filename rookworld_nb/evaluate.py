@@ -12,7 +12,7 @@ __all__ = ['REWARD', 'MULTIPV', 'POLICY_METRICS', 'ENV_METRICS', 'TASK_METRICS',
 
 # %% ../nbs/22_evaluate.ipynb #fd3de141
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import chess
@@ -214,10 +214,11 @@ def completions(
     generator: torch.Generator,  # of the noise
     batch_size: int,             # completions sampled together, whole groups
     ranks: Ranks = ALONE,        # processes that take the batches in turn, with the same noise as one of them
+    progress: Callable[[Sequence], Iterable] = iter,  # shows how many batches are done, as `tqdm` does
 ) -> list[str]:                  # samples_per_prompt texts for each prompt, in order
     """Complete prompts batch by batch."""
     own, size = [], max(1, batch_size//max(1, samples_per_prompt))
-    for number, start in enumerate(range(0, len(prompts), size)):
+    for number, start in enumerate(progress(range(0, len(prompts), size))):
         mine = slice(None) if number % ranks.size == ranks.rank else slice(0)
         own.append(sample_group(model, tokenizer, prompts[start:start + size], samples_per_prompt,
                                 max_new_tokens, temperature, generator, mine).texts)
@@ -235,6 +236,7 @@ def evaluate(
     max_new_tokens: int = ANSWER_TOKENS,  # longest completion
     batch_size: int = 256,                # completions sampled together, whole groups
     ranks: Ranks = ALONE,                 # processes that share the sampling; each gets the whole table
+    progress: Callable[[Sequence], Iterable] = iter,  # shows how many batches of a task are done, as `tqdm` does
 ) -> pd.DataFrame:                        # as metrics_table, in the order of the samples
     """Sample completions of held-out prompts and measure them; the same seed and batch_size give the same table."""
     if not samples:
@@ -245,7 +247,7 @@ def evaluate(
         rows = [i for i, sample in enumerate(samples) if sample.task == task]
         prompts, generator = [samples[i].prompt for i in rows], torch.Generator().manual_seed(seed)
         drawn = completions(model, tokenizer, prompts, samples_per_prompt, max_new_tokens, temperature, generator,
-                            batch_size, ranks)
+                            batch_size, ranks, progress)
         for j, i in enumerate(rows):
             texts[i] = drawn[j*samples_per_prompt:(j + 1)*samples_per_prompt]
     return metrics_table(samples, [text for group in texts for text in group], temperature, scorer)

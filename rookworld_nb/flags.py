@@ -13,6 +13,7 @@ import dataclasses
 import difflib
 import inspect
 import io
+import json
 import math
 import os
 import re
@@ -57,6 +58,7 @@ class Flag(NamedTuple):
     default: Any  # REQUIRED where there is none
     help: str     # the comment beside it
     many: bool    # True: any number of words, without a flag
+    part: str = ''  # the docstring of the dataclass that declares the field: a heading of the help
 
     @property
     def word(self) -> str:
@@ -70,13 +72,15 @@ def flags_of(
     without: tuple[str, ...] = (),  # names of some that are no flags
 ) -> dict[str, Flag]:  # by name, in order; a parameter without an annotation is not a flag
     "Turn a signature into flags."
-    kinds, notes = typing.get_type_hints(target), {}
+    kinds, notes, parts = typing.get_type_hints(target), {}, {}
     for cls in reversed(target.__mro__) if isinstance(target, type) else [target]:
         if cls is target or dataclasses.is_dataclass(cls):
             notes |= comments_in(inspect.getsource(cls))
+            if isinstance(cls, type): parts |= dict.fromkeys(inspect.get_annotations(cls), inspect.getdoc(cls))
     parameters = {name: p for name, p in inspect.signature(target).parameters.items()
                   if name in kinds and name not in without}
-    return {name: Flag(name, kinds[name], p.default, notes.get(name, ''), p.kind is p.VAR_POSITIONAL)
+    return {name: Flag(name, kinds[name], p.default, notes.get(name, ''), p.kind is p.VAR_POSITIONAL,
+                       parts.get(name, ''))
             for name, p in parameters.items()}
 
 # %% ../nbs/28_flags.ipynb #1263a69b
@@ -161,6 +165,8 @@ def parser_of(
     words = ''.join(f' [{flag.word} ...]' for flag in flags.values() if flag.many)
     parser = Parser(f'rookworld {command}', f'rookworld {command} [--flag value ...]{words}', about, allow_abbrev=False,
                     argument_default=argparse.SUPPRESS)
+    parts = dict.fromkeys(flag.part for flag in flags.values() if flag.part)
+    groups = {'': parser} | {part: parser.add_argument_group(part.rstrip('.')) for part in parts}
     for flag in flags.values():
         if flag.many:
             parser.add_argument(flag.name, nargs='*', metavar=flag.word, help=flag.help.replace('%', '%%'))
@@ -172,8 +178,9 @@ def parser_of(
         else:
             options['metavar'] = placeholder(flag.kind)
             if options['metavar'].endswith(',...'): options['action'] = 'append'    # --suite env,mate or each by itself
-        parser.add_argument(flag.word, **options)
-    parser.add_argument('--config', metavar='FILE', help='a TOML file with any of these settings; flags overrule it')
+        groups[flag.part].add_argument(flag.word, **options)
+    parser.add_argument('--config', metavar='FILE',
+                        help='a TOML file with any of these settings, or the config.json of a run; flags overrule it')
     return parser
 
 # %% ../nbs/28_flags.ipynb #b2aa2d8c
@@ -189,16 +196,18 @@ def no_such(
 
 
 def settings_in(
-    path: str,               # a TOML file
+    path: str,               # a TOML file, or a JSON file such as the config.json of a run
     flags: dict[str, Flag],  # what may stand in it; names with - or _
 ) -> dict[str, str]:  # name -> the value as it would be typed
     "Read a file of settings."
     try:
-        table = tomllib.loads(Path(os.path.expanduser(path)).read_text(encoding='utf-8-sig'))
+        text = Path(os.path.expanduser(path)).read_text(encoding='utf-8-sig')
+        table = json.loads(text) if path.endswith('.json') else tomllib.loads(text)
     except OSError as error:
         raise UsageError(f'--config {path}: {error.strerror}') from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f'--config {path} is not a TOML file: {error}') from None
+    except ValueError as error:    # of either parser, or of bytes that are no text
+        raise UsageError(f'--config {path} is not a {"JSON" if path.endswith(".json") else "TOML"} file: {error}') from None
+    if not isinstance(table, dict): raise UsageError(f'--config {path}: holds no settings by name')
     texts: dict[str, str] = {}
     known = [name for name, flag in flags.items() if not flag.many]
     for word, value in table.items():

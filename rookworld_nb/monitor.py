@@ -490,14 +490,16 @@ def values_of(
 def console_line(
     metrics: Mapping[str, float],      # one row of the log
     best_reward: float | None = None,  # best mean reward so far; None: this row's
-    prompts: int = 10,                 # prompts in the batch, split by task_P/fraction
+    prompts: int | None = None,        # prompts in the batch; with task_P/fraction in the row they are split into P/E
 ) -> str:                              # one line, without a line feed
     """The console's line of one optimiser step."""
-    step, loss, reward, share, seconds = values_of(metrics, 'step', 'loss', 'reward', 'task_P/fraction', 'step_time')
-    best = reward if best_reward is None else best_reward
-    policy = round(prompts*share)
+    step, loss, reward, seconds = values_of(metrics, 'step', 'loss', 'reward', 'step_time')
+    best, split = reward if best_reward is None else best_reward, ''
+    if prompts is not None and 'task_P/fraction' in metrics:
+        policy = round(prompts*metrics['task_P/fraction'])
+        split = f'P/E: {policy}/{prompts - policy} | '
     return (f'Step {step:4.0f} | Loss: {loss:.4f} | Reward: {reward:.3f} (best: {best:.3f}) | '
-            f'P/E: {policy}/{prompts - policy} | Time: {seconds:.2f}s')
+            f'{split}Time: {seconds:.2f}s')
 
 
 def health_report(

@@ -177,7 +177,7 @@ class RunWriter(MetricWriter):
     def __init__(
         self,
         folder: str | Path,      # made if absent; an earlier run's is continued
-        prompts: int = 10,       # prompts in a batch, for the console's P/E
+        prompts: int | None = None,  # prompts in a batch, for the console's P/E
         report_every: int = 10,  # steps between health reports; 0 for none
     ) -> None:
         self.folder, self.prompts, self.report_every = Path(folder), prompts, report_every

@@ -4,14 +4,14 @@
 
 # %% auto #0
 __all__ = ['NUMERIC', 'LOWER_IS_BETTER', 'SIGNIFICANT', 'KEYS', 'NUMBERS', 'TASKS', 'BANDS', 'NO_PART', 'RANKS', 'KL_ROUNDING',
-           'NOT_REPEATED', 'DEFAULTS', 'DOTS', 'PAGE_STYLE', 'POLICY', 'ReportError', 'logged_rows', 'read_table',
-           'RunData', 'read_run', 'ending', 'Html', 'element', 'table_of', 'number', 'rank', 'temperature_name',
-           'comparison', 'is_shown', 'plot_differences', 'plot_bands', 'plot_task', 'plot_looks', 'bin_edges',
-           'draw_histograms', 'tasks_in', 'plot_distributions', 'Finding', 'findings', 'ranges', 'plot_lights',
-           'pick_samples', 'sample_card', 'samples_of', 'start_limits', 'first_update', 'changed_settings',
-           'command_line', 'png_of', 'draw', 'figure_of', 'Section', 'section', 'clock_text', 'dot', 'events_section',
-           'facts', 'heading', 'own_reward', 'change_row', 'changes_section', 'course_section', 'lights_section',
-           'start_section', 'samples_section', 'default_words', 'settings_section', 'page', 'report']
+           'DEFAULTS', 'DOTS', 'PAGE_STYLE', 'POLICY', 'ReportError', 'logged_rows', 'read_table', 'RunData',
+           'read_run', 'ending', 'Html', 'element', 'table_of', 'number', 'rank', 'temperature_name', 'comparison',
+           'is_shown', 'plot_differences', 'plot_bands', 'plot_task', 'plot_looks', 'bin_edges', 'draw_histograms',
+           'tasks_in', 'plot_distributions', 'Finding', 'findings', 'ranges', 'plot_lights', 'pick_samples',
+           'sample_card', 'samples_of', 'start_limits', 'first_update', 'changed_settings', 'command_line', 'png_of',
+           'draw', 'figure_of', 'Section', 'section', 'clock_text', 'dot', 'events_section', 'facts', 'heading',
+           'own_reward', 'change_row', 'changes_section', 'course_section', 'lights_section', 'start_section',
+           'samples_section', 'default_words', 'settings_section', 'page', 'report']
 
 # %% ../nbs/32_report.ipynb #1172b65e
 import base64
@@ -38,7 +38,7 @@ from matplotlib.ticker import MaxNLocator, MultipleLocator
 
 from . import __version__
 from .boards import pick_rows
-from .config import BY_SIZE, SMALL, TrainConfig
+from .config import BY_SIZE, NOT_REPEATED, SMALL, TrainConfig
 from .evaluate import ROUNDING, TASK_METRICS, student_t
 from .flags import as_text, words_of
 from .monitor import (
@@ -555,8 +555,6 @@ def first_update(
             if name in row]
 
 # %% ../nbs/32_report.ipynb #c49fc890
-#: Settings that say where a run is kept, and auto_batch_size, whose choice is in batch_positions already.
-NOT_REPEATED = ('output_dir', 'resume', 'auto_batch_size')
 DEFAULTS = {field.name: plain(field.default) for field in fields(TrainConfig)}
 
 

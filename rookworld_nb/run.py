@@ -4,14 +4,15 @@
 
 # %% auto #0
 __all__ = ['logger', 'ENDINGS', 'SHOWN', 'WRITER', 'origin_of', 'run_state', 'memory_so_far', 'save_run', 'check_origin',
-           'read_object', 'is_going_on', 'restore_run', 'resumed_config', 'asked_for', 'NoWriter',
-           'interrupted_afterwards', 'terminated_as_interrupted', 'make_folder', 'alone_in', 'check_settled',
-           'check_current', 'alone_and_current', 'writer_of', 'starting_config', 'Run', 'save_failed', 'next_row',
-           'write_events', 'is_event', 'read_events', 'levers', 'move_lever', 'steer', 'cost_of', 'run_summary',
-           'finish', 'first_update_line', 'memory_in_words', 'cut_off_line', 'follow', 'closing_table', 'made_writer',
+           'read_object', 'is_going_on', 'restore_run', 'resumed_config', 'NoWriter', 'interrupted_afterwards',
+           'terminated_as_interrupted', 'make_folder', 'alone_in', 'check_settled', 'check_current',
+           'alone_and_current', 'writer_of', 'starting_config', 'Run', 'save_failed', 'next_row', 'write_events',
+           'is_event', 'read_events', 'levers', 'move_lever', 'steer', 'cost_of', 'run_summary', 'finish',
+           'first_update_line', 'memory_in_words', 'examined', 'cut_off_line', 'follow', 'closing_table', 'made_writer',
            'train']
 
 # %% ../nbs/31_run.ipynb #c51d5da5
+import gzip
 import json
 import logging
 import shutil
@@ -24,13 +25,15 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import torch
 from tqdm import tqdm
 
+from . import __version__
 from .buffer import buffer_state, collector_state, restore_buffer, restore_collector
 from .checkpoint import (
     PROFILES, checkpoint_step, checkpoint_sums, checkpoints_of, cut_logs, fingerprint, model_bytes,
     newest_checkpoint, put_back, sweep, write_checkpoint)
-from .config import FREE, MOVABLE, OPEN, RunError, TrainConfig, typed
+from .config import FREE, MOVABLE, NOT_REPEATED, OPEN, RunError, TrainConfig, typed
 from .evaluate import chance_line, compare, recall_table, select_rows
 from .flags import as_text
 from .hardware import (
@@ -56,7 +59,7 @@ def origin_of(
     "What a run starts with."
     texts = (text for sample in run.samples for text in (sample.prompt, sample.completion))
     return {'reference': fingerprint(model_bytes(run.reference)), 'data': fingerprint(texts),
-            'reward_fn': name_of(run.reward_fn)}
+            'reward_fn': name_of(run.reward_fn), 'rookworld_nb': __version__, 'torch': str(torch.__version__)}
 
 
 def run_state(
@@ -184,15 +187,6 @@ def resumed_config(
         raise RunError(f'--resume: {folder/"config.json"} was changed: {error}') from None
     return replace(own, **asked | {'output_dir': str(folder), 'resume': True})
 
-
-def asked_for(
-    config: TrainConfig,  # of a run that goes on: from `resumed_config`, or made by hand
-) -> dict[str, Any]:      # fields
-    "All fields of a configuration that knows its run; of one made by hand, only those that are not defaults."
-    made_by_hand = None in (getattr(config, name) for name in OPEN)
-    return {name: value for name, value in asdict(config).items()
-            if not made_by_hand or value != getattr(TrainConfig, name)}
-
 # %% ../nbs/31_run.ipynb #ab3e0bbf
 class NoWriter(MetricWriter):
     "A writer that writes nothing: of several processes only the first keeps the run folder."
@@ -307,7 +301,8 @@ def alone_and_current(
         if run.config.resume and not run.trainer.step:
             logger.warning('no step is saved in %s yet: the run begins again', run.folder)
         write_json(run.folder/'origin.json', run.origin)
-        write_json(run.folder/'config.json', asdict(run.config))    # if it is killed from here on, --resume finds it
+        settings = {name: value for name, value in asdict(run.config).items() if name not in NOT_REPEATED}
+        write_json(run.folder/'config.json', settings)    # if it is killed from here on, --resume finds it
         run.begun = run.holds = True
         try: yield
         finally: run.holds = False
@@ -332,7 +327,10 @@ def starting_config(
 ) -> TrainConfig:         # of a run that goes on, its own
     "The configuration to start with: two ways to choose the batch are refused, and a run that goes on has its own."
     if config.resume:
-        return resumed_config(**asked_for(config))
+        if any(getattr(config, name) is None for name in OPEN):
+            raise RunError('resume=True: make the configuration with resumed_config(output_dir=...), which reads the '
+                           'settings of the run')
+        return resumed_config(**asdict(config))
     if config.auto_batch_size and ranks.size > 1:
         raise RunError('--auto-batch-size: not with torchrun; measure with rookworld batch-size in one process')
     if config.auto_batch_size and config.batch_positions is not None:
@@ -409,7 +407,6 @@ def next_row(
         finally:    # the step is whole, with its look or without
             metrics['time'] = time.time()
             run.settled, run.console = True, writer.log(metrics)
-            if step % run.config.save_every == 0: run.trainer.propose()    # if the next samples find it sound
             tables = [experience.table for experience in run.buffer.arrived]
             if tables: writer.table(step, pd.concat(tables, ignore_index=True))
             if run.trainer.broken is not None: writer.table(step, run.trainer.broken, 'skipped')
@@ -562,6 +559,22 @@ def memory_in_words(
                        f'rookworld batch-size measures what fits{resume}') from error
 
 
+def examined(
+    run: Run,                  # alone in its folder
+    when: str,                 # before | after
+    model: GPT | None = None,  # None: the policy
+) -> pd.DataFrame:             # of `examine`
+    "Examine, and keep the table in evaluation/; a run that goes on reads the one made before its first update."
+    path, table = run.folder/'evaluation'/f'{when}.csv.gz', None
+    if run.ranks.first and when == 'before' and path.exists(): table = pd.read_csv(path)
+    if (found := run.ranks.gather(table)[0]) is not None: return found
+    table = examine(run, model)
+    if run.ranks.first:
+        path.parent.mkdir(exist_ok=True)
+        write_atomic(path, gzip.compress(table.to_csv(index=False).encode(), mtime=0))
+    return table
+
+
 def cut_off_line(
     metrics: dict[str, float],  # of a step
     most: int,                  # tokens that a completion may have
@@ -643,10 +656,10 @@ def train(
         others = [stack.enter_context(closing(made_writer(make, run))) for make in writers if ranks.first]
         if run.heldout:
             say(f'Evaluating {len(run.heldout)} held-out positions before the first update')
-            before = examine(run, run.reference)
+            before = examined(run, 'before', run.reference)
         follow(run, others, say)
         if not run.heldout: return finish(run)
         say('Evaluating the same positions again; if that is interrupted, --resume does it')
-        table = finish(run, before, examine(run))
+        table = finish(run, before, examined(run, 'after'))
         say(f'{closing_table(table)}\nmore metrics, curves, samples: rookworld report {run.folder}')
         return table

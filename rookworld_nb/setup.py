@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+from tqdm import tqdm
 
 from .answers import RightAnswers, askable
 from .buffer import Collector, RolloutBuffer, check_room
@@ -135,7 +136,7 @@ def run_folder(
         runs = [path for path in ([Path(given)] if given else begun) if (path/'config.json').exists()]
         if not runs:
             raise RunError(f'--resume: no run in {given or root}; a run folder holds a config.json')
-        return max(runs, key=lambda path: max(file.stat().st_mtime for file in path.glob('[cm]*.json*')))
+        return max(runs, key=lambda path: max(file.stat().st_mtime for file in (path/'config.json', path/'metrics.jsonl') if file.exists()))
     folder = Path(given) if given else root/f'{datetime.now():train-%Y%m%d-%H%M%S-%f}-{os.getpid()}'
     written = any((folder/name).exists() for name in ('config.json', 'metrics.jsonl', 'events.jsonl'))
     if written or checkpoints_of(folder):
@@ -192,10 +193,12 @@ def try_reward(
     if reward_fn is default_reward: return
     wanted, given = ('prompts', 'completions', 'components'), None
     with suppress(ValueError): given = signature(reward_fn)    # some functions written in C have none
-    try: given and given.bind(*wanted)
+    try:
+        if given is not None: given.bind(*wanted)
     except TypeError as error:
         raise RunError(f'reward_fn={name_of(reward_fn)}: is called with {", ".join(wanted)} ({error})') from None
-    asked = [*heldout, *(sample for sample in samples if config.mix_env_ratio != {'P': 1, 'A': 0}[sample.task])]
+    never = {0: 'A', 1: 'P'}.get(config.mix_env_ratio)    # dealt, whatever is in the data
+    asked = [*heldout, *(sample for sample in samples if sample.task != never)]
     known = by_task(sample for sample in asked if sample.completion)
     rows = [(sample.prompt, sample.completion, sample.completion) for some in known.values() for sample in some[:16]]
     if rows: RewardScorer(config.rewards, reward_fn=reward_fn)(*zip(*rows))
@@ -300,7 +303,9 @@ class Setup:
 
     def close(self) -> None:
         "Stop the engine, if there is one; it starts again when it is needed."
-        for each in (self.scorer.patient, self.engine) if self.engine else (): each.close()
+        if self.engine:
+            self.scorer.patient.close()
+            self.engine.close()
 
 # %% ../nbs/30_setup.ipynb #25882596
 def updates_per_batch(
@@ -408,9 +413,10 @@ def examine(
     scorer: RewardScorer | None = None,  # None: the run's own
 ) -> pd.DataFrame:  # one row a completion, as `evaluate.evaluate`
     "Held-out completions at the training temperature and greedy, with the same noise at every call."
+    progress = partial(tqdm, unit='batch', leave=False, dynamic_ncols=True, disable=None if run.ranks.first else True)
     sampled, model = {run.config.temperature: run.config.eval_samples, 0.: 1}, model or run.model
     tables = [evaluate(model, run.tokenizer, run.heldout, temperature, run.config.seed,
-                       scorer or run.scorer, count, run.config.max_new_tokens, ranks=run.ranks)
+                       scorer or run.scorer, count, run.config.max_new_tokens, ranks=run.ranks, progress=progress)
               for temperature, count in sampled.items()]
     if model.decoder: model.decoder.forget()    # its places are for other shapes than those of the training
     return pd.concat(tables, ignore_index=True)

@@ -73,6 +73,7 @@ class TrainerConfig:
     kl_tail_threshold: float | None = None  # the same for the 95th percentile over the tokens
     kl_spike_factor: float | None = None  # the same for a KL so many times its running mean or kl_target
     max_skipped: int = 3               # updates in a row with NaN or infinity that count as a failure
+    remember_every: int = 50           # optimiser steps between the states that a recovery may go back to
     max_recoveries: int = 3            # failures after which the run goes on from the last good state at half the rate
     identity_tolerance: float = 1e-3   # largest |ratio - 1| before the first update
 
@@ -88,7 +89,7 @@ def check_config(
     config: TrainerConfig,  # the settings to check
 ) -> None:
     "Raise SettingError for the first setting that is out of range."
-    counts = {'steps': 1, 'warmup_steps': 0, 'max_skipped': 1, 'max_recoveries': 0}
+    counts = {'steps': 1, 'warmup_steps': 0, 'max_skipped': 1, 'max_recoveries': 0, 'remember_every': 1}
     for name, least in counts.items(): check_count(name, getattr(config, name), least)
     check_count('micro_batch_size', config.micro_batch_size, optional=True)
     for name in ('lr', 'weight_decay', 'value_loss_coef', 'answer_coef'): check_number(name, getattr(config, name))
@@ -751,7 +752,7 @@ class Trainer(Learner):
         self,
         rollouts: Iterable[Experience],  # asked for one at a time; a `RolloutBuffer` is emptied after a failure
     ) -> Generator[dict[str, float], None, None]:  # metrics by name, one row per optimiser step
-        "Update until all is done or has failed (`stop_reason`); a recovery goes back to what `propose` marked."
+        "Update until all is done or has failed (`stop_reason`); a recovery goes back to a state that was found sound."
         source = iter(rollouts)
         if not self.good: self.remember()
         if self.starved: self.stop_reason, self.starved = '', False
@@ -767,6 +768,7 @@ class Trainer(Learner):
                 if (self.failure or self.broken is not None) and isinstance(rollouts, RolloutBuffer):
                     rollouts.clear()
                 goes_on = not self.failure or recover(self)
+                if self.step % self.config.remember_every == 0: self.propose()
                 if goes_on and self.step >= self.config.steps:
                     self.stop_reason = f'{done}; the last failed, taken back: {self.failure}' if self.failure else done
                 yield row | {'step_time': time.perf_counter() - start}

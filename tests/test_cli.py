@@ -149,7 +149,7 @@ def test_every_flag_arrives(name, monkeypatch, cwd):
     before = dict(received)
     company = {name: ['--use-gae'] for name in ('gamma', 'gae_lambda', 'value_loss_coef')} | {
         'fresh_share': ['--buffer-capacity', '2'], 'kl_warmup_factor': ['--kl-warmup-steps', '3'], 'kl_target': ['--kl-control', 'adaptive'],
-        'answer_positions': ['--answer-coef', '0.5'], 'engine_cache': ['--stockfish-path', 'x'], **dict.fromkeys(('normalize_momentum', 'normalize_floor'), ['--normalize-rewards'])}
+        'answer_positions': ['--answer-coef', '0.5'], 'penalty': ['--credit', 'answer'], 'engine_cache': ['--stockfish-path', 'x'], **dict.fromkeys(('normalize_momentum', 'normalize_floor'), ['--normalize-rewards'])}
     for flag in kinds:
         others = company.get(flag.name, []) if 'use_gae' in before else []    # of no use alone
         assert main([name, *required(), *others]) == 0

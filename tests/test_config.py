@@ -35,7 +35,7 @@ from rookworld_nb.trainer import TrainerConfig
     (dict(minibatch_positions=6), 'minibatch_positions=6'), (dict(gae_lambda=.5), '--gae-lambda 0.5: of no use without --use-gae'),
     (dict(kl_warmup_factor=.5), '--kl-warmup-factor 0.5: of no use without --kl-warmup-steps'), (dict(normalize_momentum=.5), 'of no use without --normalize-rewards'),
     (dict(fresh_share=.5), '--fresh-share 0.5: of no use without --buffer-capacity'), (dict(rare_env_ratio=.5, mix_env_ratio=0.), '--rare-env-ratio 0.5: of no use with --mix-env-ratio 0'),
-    (dict(penalty=-1., credit='part'), 'whole answers are needed for --penalty -1'), (dict(penalty=-1., reward_shaping='binary'), '--penalty -1.0: of no use'),
+    (dict(penalty=-1.), '--penalty -1.0: of no use where the parts of an answer are paid'), (dict(penalty=-1., credit='part'), '--penalty -1.0: of no use'), (dict(penalty=-1., reward_shaping='binary'), '--penalty -1.0: of no use'),
     (dict(kl_unbiased=False, kl_estimator='reverse'), 'of no use with --kl-estimator reverse'), (dict(grad_clip=math.inf), 'grad_clip=inf must be finite'),
     (dict(kl_spike_factor=math.inf), 'kl_spike_factor=inf must be finite and above 0, or None'),
     (dict(kl_target=.01), '--kl-target 0.01: of no use without --kl-control adaptive or --kl-spike-factor'),
@@ -75,11 +75,18 @@ def test_presets_are_functions_that_can_be_changed():
 def test_each_term_of_the_reward_can_be_set_for_a_run(name):
     default = getattr(TrainConfig(), name)
     value = {str: 'quadratic', int: 3}.get(type(default)) or default/2 or .1
-    norm = {'normalize_rewards': True} if name in ('normalize_momentum', 'normalize_floor') else {}
-    changed = TrainConfig(**norm, **{name: value}).for_size(1)
+    company = {'normalize_rewards': True} if name in ('normalize_momentum', 'normalize_floor') else {}
+    if name == 'penalty': company = {'credit': 'answer'}
+    changed = TrainConfig(**company, **{name: value}).for_size(1)
     assert getattr(changed.rewards, name) == value != getattr(TrainConfig().rewards, name)
-    whole = norm or name in ('penalty', 'reward_warmup_steps', 'candidates_scaling', 'evals_scaling', 'flags_scaling')
+    whole = company or name in ('reward_warmup_steps', 'candidates_scaling', 'evals_scaling', 'flags_scaling')
     assert changed.credit == ('answer' if whole else 'part')
+
+
+@pytest.mark.parametrize('part', ['trainer', 'buffer', 'collector'])
+def test_a_part_of_a_configuration_whose_model_is_not_known_is_refused(part):
+    with pytest.raises(RunError, match=r'left to the size of the model; for_size\(parameters\) fills them in'): getattr(TrainConfig(), part)
+    assert getattr(TrainConfig().for_size(1), part)
 
 
 def test_minibatches_larger_than_the_usual_batch_wait_for_the_search():

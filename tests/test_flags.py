@@ -1,6 +1,7 @@
 """Flags: what a signature says, and values on their way through words, files and back."""
 import dataclasses
 import itertools
+import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Literal
@@ -8,7 +9,7 @@ from typing import Literal
 import pytest
 
 from rookworld_nb import cli
-from rookworld_nb.config import PRESETS, TrainConfig
+from rookworld_nb.config import NOT_REPEATED, PRESETS, TrainConfig
 from rookworld_nb.flags import UsageError, as_text, flags_of, parse_value, parser_of, read_settings, words_of
 
 SETTINGS = flags_of(TrainConfig)
@@ -49,6 +50,26 @@ def test_wrong_values_are_refused(kind, text):
 def test_a_configuration_survives_the_command_line(preset):
     values = asdict(PRESETS[preset]()) | {'penalty': -.5, 'bf16': True, 'cuda_graphs': False, 'output_dir': 'a folder', 'data': '-x'}
     assert read(*words_of(values)) == values
+
+
+def test_the_configuration_of_a_run_is_a_file_of_settings(tmp_path):
+    own = {name: value for name, value in asdict(TrainConfig(steps=7, lr=1e-4, bf16=True, data='my lines.txt').for_size(1)).items()
+           if name not in NOT_REPEATED}
+    path = tmp_path/'config.json'
+    path.write_text(json.dumps(own))
+    assert read('--config', str(path)) == own and read('--config', str(path), '--steps', '9') == own | {'steps': 9}
+    for text, words in (('{"steps": 7', 'is not a JSON file'), ('[7]', 'holds no settings by name'), ('{"stepz": 7}', 'did you mean steps')):
+        path.write_text(text)
+        with pytest.raises(UsageError, match=words): read('--config', str(path))
+
+
+def test_the_help_of_many_settings_has_headings():
+    text = parser_of('train', '', flags_of(TrainConfig)).format_help()
+    parts = [cls for cls in TrainConfig.__mro__ if '__dataclass_fields__' in vars(cls) and cls is not TrainConfig]
+    for cls in parts:
+        heading, own = text.index(cls.__doc__.rstrip('.') + ':'), next(iter(cls.__annotations__))
+        assert heading < text.index('--' + own.replace('_', '-') + ' ')
+    assert len({text.index(cls.__doc__.rstrip('.')) for cls in parts}) == len(parts) == 5
 
 
 def test_words_are_those_that_a_person_would_type():

@@ -28,7 +28,7 @@ from rookworld_nb.positions import Sample, shipped, write_lines
 from rookworld_nb.ranks import ALONE, RankError, Ranks, agree, torch_device, torchrun
 from rookworld_nb.records import metric_rows
 from rookworld_nb.rewards import RewardConfig, RewardScorer
-from rookworld_nb.run import Run, starting_config
+from rookworld_nb.run import Run, resumed_config, starting_config
 from rookworld_nb.sampling import Rollouts
 from rookworld_nb.weights import load_pretrained, save_pretrained
 
@@ -183,7 +183,7 @@ def test_one_process_speaks_for_all(mode, timeout, words, tmp_path):
 
 def test_a_run_whose_batch_was_searched_for_goes_on_in_several_processes(tmp_path):
     (tmp_path/'config.json').write_text(json.dumps(asdict(TrainConfig(auto_batch_size=True, batch_positions=6).for_size(1))))
-    assert starting_config(TrainConfig(output_dir=str(tmp_path), resume=True), Ranks(0, 2)).batch_positions == 6
+    assert starting_config(resumed_config(output_dir=str(tmp_path)), Ranks(0, 2)).batch_positions == 6
 
 
 def test_what_several_processes_cannot_do():

@@ -27,7 +27,7 @@ import rookworld_nb.trainer
 from rookworld_nb import buffer, cli
 from rookworld_nb.checkpoint import (CheckpointError, checkpoints_of, fingerprint, model_bytes, newest_checkpoint, read_checkpoint,
                                      write_checkpoint)
-from rookworld_nb.config import OPEN, RunError, TrainConfig
+from rookworld_nb.config import RunError, TrainConfig
 from rookworld_nb.records import read_metrics
 from rookworld_nb.positions import shipped, write_lines
 from rookworld_nb.run import Run, alone_in, closing_table, levers, origin_of, read_events, resumed_config, run_state, run_summary, save_run, steer, train
@@ -302,22 +302,16 @@ def test_as_many_steps_as_the_default_can_be_asked_for(whole):
     assert resumed_config(output_dir=str(whole)).steps == 6 and resumed_config(output_dir=str(whole), steps=steps).steps == steps
 
 
-def test_a_run_goes_on_from_a_configuration_made_by_hand(tmp_path):
+def test_a_configuration_made_by_hand_does_not_know_the_run_that_is_to_go_on(tmp_path):
     folder = tmp_path/'run'
     list(Run(replace(TINY, steps=2, kl_coef=.05, output_dir=str(folder))).steps())
-    assert Run(TrainConfig(output_dir=str(folder), resume=True)).config == resumed_config(output_dir=str(folder))
-    assert Run(TrainConfig(output_dir=str(folder), resume=True, steps=3)).config.steps == 3
+    own = resumed_config(output_dir=str(folder))
+    for settings in ({}, {'group_size': TrainConfig.group_size}, {'steps': 3}):    # nobody can say which of its settings were asked for
+        with pytest.raises(RunError, match='resume=True: make the configuration with resumed_config'):
+            Run(TrainConfig(output_dir=str(folder), resume=True, **settings))
+    assert Run(own).config == own
     assert Run(resumed_config(output_dir=str(folder), steps=100)).config.steps == 100 == TrainConfig().steps    # asked for, though a default
-    with pytest.raises(RunError, match='--kl-coef 0.07'): Run(TrainConfig(output_dir=str(folder), resume=True, kl_coef=.07))
-
-
-def test_a_run_whose_open_settings_were_all_given_is_gone_on_with(tmp_path):
-    given = {name: (1 if name == 'replays' else getattr(TrainConfig().for_size(1), name)) for name in OPEN if name != 'credit'}
-    config = replace(SHORT, output_dir=str(tmp_path/'run'), eval_policy=0, eval_env=0, **given | {'batch_positions': 2})
-    assert config.credit is None
-    next(Run(config).steps())
-    run = Run(replace(config, resume=True))
-    assert run.trainer.step == 1 and run.config.credit == 'part'
+    with pytest.raises(RunError, match='--kl-coef 0.07'): Run(replace(own, kl_coef=.07))
 
 
 def test_a_run_from_before_there_was_a_setting_is_gone_on_with(tmp_path):
@@ -328,6 +322,17 @@ def test_a_run_from_before_there_was_a_setting_is_gone_on_with(tmp_path):
     resumed = Run(resumed_config(output_dir=str(folder), steps=2)).config
     assert not resumed.drop_tied and resumed.eval_every is None
     with pytest.raises(RunError, match='--drop-tied: the run in .* has false'): resumed_config(output_dir=str(folder), drop_tied=True)
+
+
+def test_a_run_that_goes_on_does_not_examine_its_start_again(tmp_path, monkeypatch):
+    folder, asked = tmp_path/'run', []
+    monkeypatch.setattr('rookworld_nb.run.examine', lambda run, model=None: asked.append(model is run.reference) or examine(run, model))
+    first = train(replace(TINY, steps=1, eval_policy=3, eval_env=2, output_dir=str(folder)))
+    again = train(resumed_config(output_dir=str(folder), steps=2))
+    assert asked == [True, False, False]
+    pd.testing.assert_series_equal(first['before'], again['before'])
+    before, after = (pd.read_csv(folder/'evaluation'/f'{when}.csv.gz') for when in ('before', 'after'))
+    assert len(before) == len(after) == 5*(TINY.eval_samples + 1) and not before['reward'].equals(after['reward'])
 
 
 def test_a_run_without_held_out_positions_says_how_it_ended_and_what_it_took(tmp_path, capsys):

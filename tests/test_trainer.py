@@ -862,6 +862,18 @@ def test_a_proposed_state_counts_only_once_an_update_has_found_it_sound(model):
     assert equal_states(trainer.good['model'], proposed) and not same(model, proposed)
 
 
+def test_a_loop_of_ones_own_recovers_to_a_state_on_its_way(model):
+    trainer = Trainer(model, config(steps=50, lr=3e-3, remember_every=3))
+    run = trainer.run(collector(model))
+    for _ in range(3): next(run)
+    third = weights(model)
+    for _ in range(2): next(run)
+    assert equal_states(trainer.good['model'], third) and not same(model, third)
+    trainer.config = replace(trainer.config, kl_divergence_threshold=1e-9)
+    next(run)
+    assert trainer.health.recoveries == 1 and same(model, third)
+
+
 def test_neither_the_control_nor_a_good_state_hears_samples_of_an_older_policy(model):
     kl = KLConfig(kl_coef=.01, kl_control='adaptive', kl_target=1e-9)
     trainer, heard = Trainer(model, config(steps=60, lr=1e-2, kl=kl)), []
