@@ -4,10 +4,11 @@
 
 # %% auto #0
 __all__ = ['logger', 'SUMS', 'PROFILES', 'ASIDE', 'CheckpointError', 'file_sum', 'force_to_disk', 'write_checkpoint',
-           'read_checkpoint', 'left_aside', 'put_back', 'sweep', 'checkpoint_step', 'checkpoints_of', 'first_whole',
-           'newest_checkpoint', 'checkpoint_sums', 'cut_logs', 'fingerprint', 'model_bytes']
+           'read_checkpoint', 'left_aside', 'put_back', 'remove_folder', 'sweep', 'checkpoint_step', 'checkpoints_of',
+           'first_whole', 'newest_checkpoint', 'checkpoint_sums', 'cut_logs', 'fingerprint', 'model_bytes']
 
 # %% ../nbs/29_checkpoint.ipynb #596237e1
+import errno
 import hashlib
 import json
 import logging
@@ -55,6 +56,8 @@ def force_to_disk(
     handle = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)    # Windows flushes only writable files
     try:
         os.fsync(handle)
+    except OSError as error:    # some file systems of a network cannot force a folder
+        if not path.is_dir() or error.errno not in (errno.EINVAL, errno.EBADF, errno.ENOTSUP): raise
     finally:
         os.close(handle)
 
@@ -124,12 +127,20 @@ def put_back(
         if not (place := folder/old.name[1:-len('.old')]).exists(): os.replace(old, place)
 
 
+def remove_folder(
+    path: Path,  # of something that is not needed any more
+) -> None:
+    "Remove a folder; where that fails, say so and go on."
+    try: shutil.rmtree(path)
+    except OSError as error: logger.warning('%s: cannot be removed (%s)', path, error)
+
+
 def sweep(
     folder: Path,  # that holds checkpoints, while nobody writes one
 ) -> None:
     "Remove what kills left: half-written checkpoints, and old ones half removed."
     put_back(folder)
-    for left in left_aside(folder): shutil.rmtree(left)
+    for left in left_aside(folder): remove_folder(left)
 
 # %% ../nbs/29_checkpoint.ipynb #90ad2a2b
 def checkpoint_step(

@@ -42,6 +42,7 @@ def open_streams() -> None:
     for name, mode in (('stdin', 'r'), ('stdout', 'w'), ('stderr', 'w')):
         setattr(sys, name, getattr(sys, name) or open(os.devnull, mode))
     if isinstance(sys.stdout, io.TextIOWrapper): sys.stdout.reconfigure(errors='backslashreplace')
+    if isinstance(sys.stdin, io.TextIOWrapper): sys.stdin.reconfigure(encoding='utf-8', errors='strict')    # as files
 
 
 def stdin_lines() -> Iterator[str]:  # as they come

@@ -5,10 +5,10 @@
 # %% auto #0
 __all__ = ['PRECISIONS', 'COMPILE_MODES', 'logger', 'CGROUPS', 'SIZES', 'OUT_OF_MEMORY', 'HardwareError', 'HardwareConfig',
            'matmul_error', 'exact_precision', 'forward_operations', 'group_operations', 'product_rate', 'measured_rate',
-           'set_allocator', 'prepare_model', 'check_compiler', 'machine_name', 'use_hardware', 'KeptForBackward',
-           'Kept', 'tensor_bytes', 'kv_cache_bytes', 'adam_bytes', 'proc_bytes', 'container_room', 'trim_memory',
-           'reset_peak', 'peak_memory', 'total_memory', 'MemoryProfile', 'profile_of', 'is_out_of_memory', 'completes',
-           'memory_limit', 'unchanged', 'BatchSearch', 'search_batch', 'profile_lines']
+           'set_allocator', 'prepare_model', 'check_compiler', 'container_groups', 'container_cpus', 'machine_name',
+           'use_hardware', 'KeptForBackward', 'Kept', 'tensor_bytes', 'kv_cache_bytes', 'adam_bytes', 'proc_bytes',
+           'container_room', 'trim_memory', 'reset_peak', 'peak_memory', 'total_memory', 'MemoryProfile', 'profile_of',
+           'is_out_of_memory', 'completes', 'memory_limit', 'unchanged', 'BatchSearch', 'search_batch', 'profile_lines']
 
 # %% ../nbs/11_hardware.ipynb #93a7b872
 import ctypes
@@ -179,6 +179,30 @@ def check_compiler(
         why = next((line for line in lines if line and not line.endswith('raised:')), type(error).__name__)
         raise HardwareError(f'--compile {mode}: nothing can be compiled here: {why}') from error
 
+# %% ../nbs/11_hardware.ipynb #667b518c
+def container_groups(
+    line: str,    # of /proc/self/cgroup: a pattern whose group is the place of this process
+    folder: str,  # under /sys/fs/cgroup
+) -> list[Path]:  # innermost first
+    "The control groups around this process, whose files hold the limits of containers."
+    try: groups = Path('/proc/self/cgroup').read_text(encoding='utf-8')
+    except OSError: groups = ''
+    own, root = re.search(line, groups, re.MULTILINE), Path('/sys/fs/cgroup')/folder
+    place = root/(own[1] if own else '')
+    return [place, *(parent for parent in place.parents if parent.is_relative_to(root))]
+
+
+def container_cpus() -> float:  # infinite without a limit
+    "How many CPUs the limits of containers grant."
+    found = []
+    for line, folder, *names in ((r'^0::/(.*)$', '', 'cpu.max'),
+                                 (r'^\d+:(?:\w+,)*cpu(?:,\w+)*:/(.*)$', 'cpu', 'cpu.cfs_quota_us', 'cpu.cfs_period_us')):
+        for group in container_groups(line, folder):
+            try: quota, period = ' '.join((group/name).read_text(encoding='ascii') for name in names).split()
+            except (OSError, ValueError): continue
+            if quota not in ('max', '-1'): found.append(int(quota)/int(period))
+    return min(found, default=math.inf)
+
 # %% ../nbs/11_hardware.ipynb #84b53d33
 def machine_name(
     device: torch.device | str,  # cpu, cuda, ...
@@ -196,6 +220,8 @@ def use_hardware(
 ) -> str:                        # one line that says what is in force
     "Set what holds for the whole process; HardwareError where it shall compile and cannot."
     allocator, level = set_allocator(config.cuda_allocator), config.matmul_precision
+    if 'OMP_NUM_THREADS' not in os.environ and (cpus := container_cpus()) < torch.get_num_threads():
+        torch.set_num_threads(max(1, int(cpus)))
     check_compiler(config.compile, device)
     chosen = level
     if level == 'auto':    # one level for all of them
@@ -301,13 +327,9 @@ CGROUPS = ((r'^0::/(.*)$', '', 'max', 'current', 'inactive_file'),
 
 def container_room() -> float:  # bytes; infinite without a limit
     "What the limits of containers leave, each inside the next; cached files do not count, since the kernel drops them."
-    try: groups = Path('/proc/self/cgroup').read_text(encoding='utf-8')
-    except OSError: groups = ''
     rooms = []
     for line, folder, most, now, idle in CGROUPS:
-        own, root = re.search(line, groups, re.MULTILINE), Path('/sys/fs/cgroup')/folder
-        place = root/(own[1] if own else '')
-        for group in (place, *(parent for parent in place.parents if parent.is_relative_to(root))):
+        for group in container_groups(line, folder):
             files = (group/f'memory.{name}' for name in (most, now, 'stat'))
             try: limit, used, stat = (file.read_text(encoding='ascii').strip() for file in files)
             except OSError: continue

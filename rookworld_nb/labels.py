@@ -26,7 +26,7 @@ from multiprocessing import get_context, parent_process
 from multiprocessing.connection import wait
 from pathlib import Path
 
-from .positions import data_files, locked, replacing, text_file
+from .positions import data_files, lockable, locked, replacing, text_file
 from .rules import LABEL_NODES, PATIENCE, Candidate, EngineError, Stockfish, legal_moves, parse_board
 from .tasks import format_policy, parse_policy, policy_prompt
 
@@ -213,6 +213,8 @@ def label_worker(
     if parent_process(): end_with_starter()
     first = number*job.shards//processes
     order = [(first + n)%job.shards for n in range(job.shards)]
+    if not lockable(job.place('lock', job.shards + number)):    # then each keeps to shards of its own
+        order = order[:(number + 1)*job.shards//processes - first]
     try:
         with Stockfish(job.stockfish_path, nodes=job.nodes) as engine:
             while left := [shard for shard in order if not job.place('done', shard).exists()]:

@@ -8,7 +8,7 @@ __all__ = ['logger', 'SHIPPED', 'PUZZLES', 'OPENINGS', 'CENTRE', 'HOME_RANK', 'P
            'seen_positions', 'split_by_position', 'apart_from', 'shipped_positions', 'Position', 'opening_positions',
            'development_weight', 'random_play', 'random_endgame', 'generate_positions', 'by_task', 'with_history',
            'spread', 'prompt_pools', 'Rounds', 'Stream', 'Blend', 'outcome', 'is_rare', 'env_stream', 'EasyFirst',
-           'PromptMix', 'locked', 'replacing', 'reason_of']
+           'PromptMix', 'locked', 'lockable', 'replacing', 'reason_of']
 
 # %% ../nbs/04_positions.ipynb #8bbc9c47
 import gzip
@@ -581,6 +581,13 @@ def locked(
         except (ImportError, OSError) as error:    # Windows; some file systems of a network
             logger.warning('%s: cannot be locked (%s); see to it that no other process is at work there', path, error)
         yield mine
+
+
+def lockable(
+    path: Path,  # made if absent
+) -> bool:
+    "Whether files can be locked there: a second handle is kept out."
+    with locked(path) as first, locked(path) as second: return first and not second
 
 
 @contextmanager

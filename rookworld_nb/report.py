@@ -647,7 +647,8 @@ def clock_text(
 ) -> str:  # - where the row has no time
     "When a step ended."
     when = row.get('time', math.nan)
-    return '-' if math.isnan(when) else datetime.fromtimestamp(when, timezone.utc).strftime('%Y-%m-%d %H:%M UTC')
+    try: return '-' if math.isnan(when) else datetime.fromtimestamp(when, timezone.utc).strftime('%Y-%m-%d %H:%M UTC')
+    except (OverflowError, OSError, ValueError): return number(when, 'g')    # no time that a calendar has
 
 
 def dot(

@@ -379,7 +379,12 @@ class Stockfish(_KeptEngine):
         key = self.cache and f'{self.name}|{self.settings}|{fen}'
         if key and (stored := self.cache.get(key)) is not None: return stored
         answer = self._exchange(fen, lambda engine: _search(engine, fen, self.nodes, self.multipv, self.fresh))
-        if key: self.cache.put(key, answer)
+        if key:
+            try: self.cache.put(key, answer)
+            except CacheError as error:    # a full disk costs time, not the run
+                logger.warning('%s; answers are no longer kept', error)
+                self.cache.close()
+                self.cache = None
         return answer
 
     def close(self) -> None:

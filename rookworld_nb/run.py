@@ -4,17 +4,18 @@
 
 # %% auto #0
 __all__ = ['logger', 'ENDINGS', 'SHOWN', 'WRITER', 'origin_of', 'run_state', 'memory_so_far', 'save_run', 'check_origin',
-           'read_object', 'is_going_on', 'restore_run', 'resumed_config', 'NoWriter', 'interrupted_afterwards',
-           'terminated_as_interrupted', 'make_folder', 'alone_in', 'check_settled', 'check_current',
-           'alone_and_current', 'writer_of', 'starting_config', 'Run', 'save_failed', 'next_row', 'write_events',
-           'is_event', 'read_events', 'levers', 'move_lever', 'steer', 'cost_of', 'run_summary', 'finish',
-           'first_update_line', 'memory_in_words', 'examined', 'cut_off_line', 'follow', 'closing_table', 'made_writer',
-           'train']
+           'read_object', 'is_going_on', 'restore_run', 'stands_apart', 'resumed_config', 'NoWriter',
+           'interrupted_afterwards', 'terminated_as_interrupted', 'make_folder', 'alone_in', 'check_settled',
+           'check_current', 'alone_and_current', 'writer_of', 'starting_config', 'Run', 'save_failed', 'next_row',
+           'write_events', 'is_event', 'read_events', 'levers', 'move_lever', 'steer', 'cost_of', 'run_summary',
+           'finish', 'first_update_line', 'memory_in_words', 'examined', 'cut_off_line', 'follow', 'closing_table',
+           'made_writer', 'train']
 
 # %% ../nbs/31_run.ipynb #c51d5da5
 import gzip
 import json
 import logging
+import os
 import shutil
 import signal
 import time
@@ -32,7 +33,7 @@ from . import __version__
 from .buffer import buffer_state, collector_state, restore_buffer, restore_collector
 from .checkpoint import (
     PROFILES, checkpoint_step, checkpoint_sums, checkpoints_of, cut_logs, fingerprint, model_bytes,
-    newest_checkpoint, put_back, sweep, write_checkpoint)
+    newest_checkpoint, put_back, remove_folder, sweep, write_checkpoint)
 from .config import FREE, MOVABLE, NOT_REPEATED, OPEN, RunError, TrainConfig, typed
 from .evaluate import chance_line, compare, recall_table, select_rows
 from .flags import as_text
@@ -94,7 +95,7 @@ def save_run(
     if run.settled: run.saved = run.trainer.step
     done = [path for path in checkpoints_of(run.folder) if run.settled and checkpoint_step(path) <= run.trainer.step]
     for old in done[:-run.config.keep_checkpoints]:    # one with a higher number is broken: it was passed over
-        shutil.rmtree(old)
+        remove_folder(old)
     run.sums = checkpoint_sums(run.folder)
 
 # %% ../nbs/31_run.ipynb #b8a98820
@@ -158,6 +159,15 @@ def restore_run(
         raise RunError(f'--steps {run.config.steps}: the run in {run.folder} has done {run.trainer.step} already')
 
 # %% ../nbs/31_run.ipynb #a4815608
+def stands_apart(
+    engine: str,   # as a run has it
+    folder: Path,  # of the run, perhaps somebody else's
+) -> bool:         # a command on $PATH or an absolute path, and not inside the folder
+    "Whether an engine belongs to this machine, and did not come with the run."
+    found = engine if os.path.isabs(engine) else None if os.path.dirname(engine) else shutil.which(engine)
+    return found is not None and not Path(found).resolve().is_relative_to(folder.resolve())
+
+
 def resumed_config(
     **asked: Any,  # fields of TrainConfig that are asked for: output_dir, more steps, ...
 ) -> TrainConfig:  # the run's own, with what may be changed
@@ -177,6 +187,9 @@ def resumed_config(
             raise RunError(f'{typed(name, value)}: the run in {folder} has {as_text(stored[name])}, and '
                            '--resume goes on with it as it is; start a new run instead')
     engine = stored['stockfish_path']
+    if engine and 'stockfish_path' not in asked and not stands_apart(engine, folder):
+        raise RunError(f'--stockfish-path {engine}: the run in {folder} names a program beside it, which --resume '
+                       'would start; give --stockfish-path again if you trust it')
     if ((path := asked.get('stockfish_path', engine)) is None) != (engine is None):
         raise RunError(f'{typed("stockfish_path", path)}: the run in {folder} was started '
                        f'{"with" if engine else "without"} an engine, and --resume goes on with it so; '

@@ -16,6 +16,7 @@ import json
 import os
 import re
 import shutil
+from contextlib import suppress
 from importlib.resources import files
 from pathlib import Path
 
@@ -93,7 +94,8 @@ def read_json(
 ) -> dict:
     'A JSON object, or an error that names the file.'
     try: value = json.loads(path.read_text(encoding='utf-8'))
-    except (OSError, ValueError) as e: raise ModelFileError(f'{path}: cannot be read as JSON: {e}') from e
+    except (OSError, ValueError, RecursionError) as e:
+        raise ModelFileError(f'{path}: cannot be read as JSON: {e}') from e
     if not isinstance(value, dict): raise ModelFileError(f'{path}: must hold a JSON object, not {type(value).__name__}')
     return value
 
@@ -263,7 +265,9 @@ def save_pretrained(
         for name, value in (('config', config_dict(model.cfg, stored, end_id)),
                             ('tokenizer_config', {'tokenizer_class': 'PreTrainedTokenizerFast', **special})):
             (partial/f'{name}.json').write_text(json.dumps(value, indent=2)+'\n', encoding='utf-8')
-        for path in partial.iterdir(): path.chmod(0o644)
+        mode = (partial/'config.json').stat().st_mode & 0o666    # safetensors makes its file for the owner alone
+        for path in partial.iterdir():
+            with suppress(OSError): path.chmod(mode)    # some file systems have no modes
         replace_files(partial, folder)
     finally: shutil.rmtree(partial, ignore_errors=True)
     return folder
@@ -283,7 +287,7 @@ def download(
     except ImportError as e:
         raise ModelNameError(f"{repo_id!r} is no folder; as a hub id it needs pip install 'rookworld_nb[hub]'") from e
     try: return Path(snapshot_download(repo_id, revision=revision, allow_patterns=HUB_FILES))
-    except (OSError, ValueError) as e:  # no such repository or revision, no network, no valid name
+    except Exception as e:  # of the hub, of the network, of a proxy: several families
         at = '' if revision is None else f' at revision {revision!r}'
         why = str(e).splitlines()[0] if str(e) else type(e).__name__
         raise ModelNameError(f'{repo_id!r} is no folder, and cannot be fetched from the hub{at}: {why}') from e
@@ -295,6 +299,8 @@ def model_folder(
 ) -> Path:
     'Where the files of a model are; only a name of the form owner/name may reach the network.'
     name = str(name_or_path)
+    repo, at, pinned = name.partition('@')    # owner/name@commit
+    if at and pinned and revision is None and not Path(name).exists(): name, revision = repo, pinned
     is_hub = isinstance(name_or_path, str) and HUB_ID.fullmatch(name) and not Path(name).exists()
     if is_hub: return download(name, revision)
     if revision is not None: raise ModelNameError(f'revision {revision!r} needs a hub id, and {name!r} is not one')
@@ -330,7 +336,9 @@ def load_pretrained(
     cfg, tokenizer, tensors = load_config(folder), load_tokenizer(folder), load_tensors(folder)
     if cfg.n_layer > len(tensors):    # before so many blocks are made
         raise ModelFileError(f'{folder}: config.json has n_layer {cfg.n_layer}, and there are {len(tensors)} tensors')
-    with torch.device('meta'), _NothingDrawn(): model = GPT(cfg)
+    try:
+        with torch.device('meta'), _NothingDrawn(): model = GPT(cfg)
+    except RuntimeError as e: raise ModelFileError(f'{folder}: config.json: {str(e).splitlines()[0]}') from e
     try:
         check_tokenizer(tokenizer, cfg)
         fill_model(model, tensors, device, dtype)

@@ -14,7 +14,7 @@ import torch
 
 from rookworld_nb import checkpoint
 from rookworld_nb.buffer import CountingTask, counting_policy
-from rookworld_nb.checkpoint import SUMS, CheckpointError, cut_logs, file_sum, first_whole, newest_checkpoint, put_back, read_checkpoint, sweep, write_checkpoint
+from rookworld_nb.checkpoint import SUMS, CheckpointError, force_to_disk, remove_folder, cut_logs, file_sum, first_whole, newest_checkpoint, put_back, read_checkpoint, sweep, write_checkpoint
 
 PARTS = counting_policy(steps=0), CountingTask().tokenizer    # a model of some kilobytes
 
@@ -159,3 +159,25 @@ def test_tables_of_steps_that_will_be_made_again_go(tmp_path):
         for step in (3, 4, 5): (tmp_path/kind/f'step-{step:06d}.csv').touch()
     cut_logs(tmp_path, 4)
     assert sorted(path.name for path in tmp_path.rglob('*.csv')) == ['step-000003.csv']*2 + ['step-000004.csv']*2
+
+
+def test_a_folder_that_cannot_be_forced_to_disk_is_let_be_and_a_file_is_not(tmp_path, monkeypatch):
+    (tmp_path/'file').write_text('x')
+    def fsync(handle): raise OSError(errno.EINVAL, 'Invalid argument')
+    monkeypatch.setattr(os, 'fsync', fsync)
+    force_to_disk(tmp_path)
+    with pytest.raises(OSError): force_to_disk(tmp_path/'file')
+    monkeypatch.setattr(os, 'fsync', lambda handle: (_ for _ in ()).throw(OSError(errno.EIO, 'Input/output error')))
+    with pytest.raises(OSError): force_to_disk(tmp_path)
+
+
+def test_what_cannot_be_removed_is_named_and_ends_nothing(tmp_path, monkeypatch, caplog):
+    for name in ('.checkpoint-2.part', '.checkpoint-4.part'): (tmp_path/name).mkdir()
+    real = shutil.rmtree
+    def rmtree(path):
+        if path.name == '.checkpoint-2.part': raise OSError(errno.EBUSY, 'Device or resource busy')
+        real(path)
+    monkeypatch.setattr(checkpoint.shutil, 'rmtree', rmtree)
+    sweep(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ['.checkpoint-2.part'] and '.checkpoint-2.part: cannot be removed' in caplog.text
+    remove_folder(tmp_path/'.checkpoint-2.part')

@@ -14,7 +14,7 @@ from torch.testing import assert_close
 
 from rookworld_nb import cli, hardware
 from rookworld_nb.hardware import (
-    BatchSearch, HardwareConfig, HardwareError, KeptForBackward, MemoryProfile, adam_bytes, container_room, exact_precision, is_out_of_memory,
+    BatchSearch, HardwareConfig, HardwareError, KeptForBackward, MemoryProfile, adam_bytes, container_cpus, container_room, exact_precision, is_out_of_memory,
     kv_cache_bytes, matmul_error, memory_limit, peak_memory, prepare_model, proc_bytes, product_rate, reset_peak, search_batch, set_allocator, tensor_bytes,
     total_memory, unchanged, use_hardware)
 from rookworld_nb.config import TrainConfig
@@ -144,6 +144,29 @@ def test_adams_memory_is_two_copies_and_the_steps():
     model(torch.zeros(1, 3, dtype=torch.int64)).sum().backward()
     optimizer.step()
     assert adam_bytes(optimizer) == 2*tensor_bytes(model.parameters()) + 4*len(list(model.parameters()))
+
+
+def test_a_container_may_be_granted_fewer_cpus_than_the_machine_has(monkeypatch, tmp_path):
+    monkeypatch.setattr(hardware, 'Path', lambda place: tmp_path/place.lstrip('/'))
+    assert container_cpus() == float('inf')
+    outer, inner, old = (tmp_path/f'sys/fs/cgroup{place}' for place in ('', '/jobs/mine', '/cpu'))
+    for place in (inner, old, tmp_path/'proc/self'): place.mkdir(parents=True)
+    (tmp_path/'proc/self/cgroup').write_text('0::/jobs/mine\n')
+    for file, text, cpus in ((inner/'cpu.max', 'max 100000', float('inf')), (outer/'cpu.max', '300000 100000', 3), (inner/'cpu.max', '150000 100000', 1.5)):
+        file.write_text(text + '\n')
+        assert container_cpus() == cpus
+    (tmp_path/'proc/self/cgroup').write_text('7:cpuset:/x\n4:cpu,cpuacct:/docker/abc\n')    # version 1: its own group is the root
+    (outer/'cpu.max').unlink()
+    for quota, cpus in ((-1, float('inf')), (50_000, .5)):
+        for name, value in (('quota', quota), ('period', 100_000)): (old/f'cpu.cfs_{name}_us').write_text(f'{value}\n')
+        assert container_cpus() == cpus
+    threads = []
+    monkeypatch.setattr(torch, 'set_num_threads', threads.append)
+    monkeypatch.delenv('OMP_NUM_THREADS', raising=False)
+    use_hardware(HardwareConfig(), 'cpu')
+    monkeypatch.setenv('OMP_NUM_THREADS', '2')    # somebody has chosen
+    use_hardware(HardwareConfig(), 'cpu')
+    assert threads == [1]
 
 
 def test_the_limit_of_a_container_counts(monkeypatch, tmp_path):

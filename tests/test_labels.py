@@ -147,6 +147,18 @@ def test_where_files_cannot_be_locked_it_is_said_and_work_goes_on(tmp_path, monk
     with locked(tmp_path/'lock') as mine: assert mine
 
 
+def test_where_nothing_can_be_locked_each_process_keeps_to_shards_of_its_own(quick, tmp_path, monkeypatch):
+    (tmp_path/'in.txt').write_text('\n'.join(games(9)))
+    job = Labelling(str(tmp_path/'out.txt'), shards=5)
+    cut_inputs(job, [tmp_path/'in.txt'], Engine.name)
+    monkeypatch.setitem(sys.modules, 'fcntl', None)
+    done = lambda: {n for n in range(5) if job.place('done', n).exists()}
+    label_worker(job, 0, 2)
+    assert done() == {0, 1}
+    label_worker(job, 1, 2)
+    assert done() == {0, 1, 2, 3, 4} and merge_shards(job)['lines'] == 9
+
+
 def test_a_shard_has_one_owner(quick, tmp_path):
     (tmp_path/'in.txt').write_text('\n'.join(games(5)))
     job = Labelling(str(tmp_path/'out.txt'), shards=1)

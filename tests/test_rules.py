@@ -609,6 +609,17 @@ def test_a_cache_file_that_is_something_else(fake, tmp_path):
     assert other.read_text().startswith('these are my notes')
 
 
+def test_a_cache_that_cannot_be_written_costs_time_and_not_the_run(fake, tmp_path, caplog, monkeypatch):
+    with Stockfish(fake()[0], cache=tmp_path / 'cache.db') as engine:
+
+        def full(key, answer):
+            raise CacheError("engine cache 'cache.db': database or disk is full")
+
+        monkeypatch.setattr(engine.cache, 'put', full)
+        assert engine.analyse(START) and engine.cache is None
+        assert 'disk is full; answers are no longer kept' in caplog.text and engine.analyse(START)
+
+
 # --- the pool
 
 

@@ -314,6 +314,18 @@ def test_a_configuration_made_by_hand_does_not_know_the_run_that_is_to_go_on(tmp
     with pytest.raises(RunError, match='--kl-coef 0.07'): Run(replace(own, kl_coef=.07))
 
 
+def test_a_program_that_came_with_a_run_is_not_started(tmp_path):
+    folder = tmp_path/'run'
+    list(Run(replace(TINY, steps=1, output_dir=str(folder))).steps())
+    config = json.loads((folder/'config.json').read_text())
+    for engine in (str(folder/'engine'), 'run/engine', './engine'):
+        (folder/'config.json').write_text(json.dumps(config | {'stockfish_path': engine}))
+        with pytest.raises(RunError, match='names a program beside it'): resumed_config(output_dir=str(folder))
+        assert resumed_config(output_dir=str(folder), stockfish_path=engine).stockfish_path == engine    # trusted
+    (folder/'config.json').write_text(json.dumps(config | {'stockfish_path': sys.executable}))
+    assert resumed_config(output_dir=str(folder)).stockfish_path == sys.executable
+
+
 def test_a_run_from_before_there_was_a_setting_is_gone_on_with(tmp_path):
     folder = tmp_path/'run'
     list(Run(replace(TINY, steps=1, output_dir=str(folder))).steps())

@@ -214,11 +214,12 @@ def test_a_share_beyond_the_line_and_models_of_two_shapes_are_refused(share):
     with pytest.raises(ValueError, match='two shapes.*n_layer=2.*n_layer=1'): interpolate(GPT(CFG), GPT(GPTConfig(1, 2, 16, 60, 32)), .5)
 
 
-def test_files_can_be_read_by_everybody_and_nothing_else_is_left(ours):
+def test_files_can_be_read_by_whoever_may_read_new_files_and_nothing_else_is_left(ours):
     folder, _ = ours
     assert {path.name for path in folder.iterdir()} == {'model.safetensors', 'config.json', 'tokenizer.json', 'tokenizer_config.json'}
-    assert {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {0o644}
     assert [path.name for path in folder.parent.iterdir()] == [folder.name]
+    (plain := folder.parent/'plain').touch()
+    assert {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {stat.S_IMODE(plain.stat().st_mode)}    # not the owner's alone
     with safe_open(folder/'model.safetensors', 'pt') as f:
         assert f.metadata() == {'format': 'pt'}  # older versions of transformers refuse a file without it
 
@@ -369,9 +370,10 @@ def test_a_hub_id_is_asked_for_its_model_files_only(ours, monkeypatch):
         return str(ours[0])
     monkeypatch.setattr(huggingface_hub, 'snapshot_download', fake)
     model, _ = load_pretrained('jrahn/RookWorld-LM-124M', revision='abc')
+    load_pretrained('jrahn/RookWorld-LM-124M@abc')
     load_pretrained('jrahn/RookWorld-LM-124M')
     assert torch.equal(model.wte.weight, ours[1].wte.weight)
-    assert [(c['repo_id'], c['revision']) for c in calls] == [('jrahn/RookWorld-LM-124M', 'abc'), ('jrahn/RookWorld-LM-124M', None)]
+    assert [(c['repo_id'], c['revision']) for c in calls] == [('jrahn/RookWorld-LM-124M', 'abc')]*2 + [('jrahn/RookWorld-LM-124M', None)]
     wanted = huggingface_hub.utils.filter_repo_objects(
         ['config.json', 'model.safetensors', 'model-00001-of-00002.safetensors', 'model.safetensors.index.json', 'tokenizer.json', 'vocab.json',
          'merges.txt', 'pytorch_model.bin', 'tf_model.h5', 'README.md', 'onnx/model.onnx', 'optimizer.pt'], allow_patterns=calls[0]['allow_patterns'])
