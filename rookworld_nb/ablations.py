@@ -4,10 +4,11 @@
 
 # %% auto #0
 __all__ = ['SHARED', 'STUDIES', 'DEFAULT', 'UNTRAINED', 'REFERENCES', 'KEPT', 'stopped', 'AblationError', 'cells_of', 'run_place',
-           'untrained_print', 'settings_of', 'result_rows', 'hear', 'run_cell', 'read_results', 'keep', 'planned_runs',
-           'run_study', 'gains_of', 'effects']
+           'untrained_print', 'settings_of', 'result_rows', 'hear', 'is_orphan', 'run_cell', 'read_results', 'keep',
+           'planned_runs', 'run_study', 'gains_of', 'effects']
 
 # %% ../nbs/33_ablations.ipynb #f019b59b
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from contextlib import ExitStack, closing
@@ -23,12 +24,12 @@ import pandas as pd
 import torch
 
 from .checkpoint import fingerprint, model_bytes
-from .config import FREE, TrainConfig
+from .config import FREE, TrainConfig, repeated_settings
 from .kl import EXACT_KL
 from .model import num_parameters
 from .records import read_metrics, write_atomic
 from .rewards import RewardScorer
-from .run import Run, alone_in, read_object
+from .run import Run, alone_in, read_object, resumed_config
 from .setup import examine
 from .weights import load_pretrained
 
@@ -142,6 +143,12 @@ def hear(
     stopped = stop
 
 
+def is_orphan() -> bool:
+    "Whether the process that started this one is gone."
+    starter = parent_process()
+    return starter is not None and not starter.is_alive()
+
+
 def run_cell(
     place: Path,          # the run folder
     cell: str,            # its name
@@ -149,19 +156,22 @@ def run_cell(
     threads: int,         # CPU threads that it may use
 ) -> list[dict[str, Any]]:  # rows of results.csv; those of the untrained model come with the default cell
     "Train, or go on after a kill, and examine."
-    torch.set_num_threads(threads)
-    run = Run(replace(config, output_dir=str(place), resume=(place/'config.json').exists()))
-    starter = parent_process()
-    with closing(run.steps()) as steps:
-        for _ in steps:
-            if starter and not starter.is_alive() or stopped and stopped.is_set(): raise KeyboardInterrupt
-    log, examiner = read_metrics(place), RewardScorer(TrainConfig().rewards)
-    facts = {'seed': config.seed, 'settings': settings_of(config)}
-    rows = result_rows(examine(run, run.model, examiner), cell=cell, **facts, steps=run.trainer.step,
-                       seconds=log['step_time'].sum(), **log[['kl', 'entropy']].tail(10).mean())
-    if cell == DEFAULT:
-        rows += result_rows(examine(run, run.reference, examiner), cell=UNTRAINED, **facts, steps=0)
-    return rows
+    try:
+        torch.set_num_threads(threads)
+        begun = (place/'config.json').exists()    # with the same settings, as `planned_runs` has seen
+        run = Run(resumed_config(output_dir=str(place)) if begun else replace(config, output_dir=str(place)))
+        with closing(run.steps()) as steps:
+            for _ in steps:
+                if is_orphan() or stopped and stopped.is_set(): raise KeyboardInterrupt
+        log, examiner = read_metrics(place), RewardScorer(TrainConfig().rewards)
+        facts = {'seed': config.seed, 'settings': settings_of(config)}
+        rows = result_rows(examine(run, run.model, examiner), cell=cell, **facts, steps=run.trainer.step,
+                           seconds=log['step_time'].sum(), **log[['kl', 'entropy']].tail(10).mean())
+        if cell == DEFAULT:
+            rows += result_rows(examine(run, run.reference, examiner), cell=UNTRAINED, **facts, steps=0)
+        return rows
+    finally:
+        if is_orphan(): os._exit(1)    # the pool would wait for ever for its next run
 
 # %% ../nbs/33_ablations.ipynb #274b5048
 def read_results(
@@ -210,9 +220,8 @@ def planned_runs(
         if made.get((cell, seed), settings) != settings:
             raise AblationError(f'{folder/"results.csv"}: {cell!r} with seed {seed} was run with other settings; '
                                 'start the study in a new folder')
-        path, mine = place/'config.json', asdict(replace(config, output_dir=str(place)))
-        here = {'resume': False, 'output_dir': str(place)}    # wherever the folder was when it was begun
-        if path.exists() and read_object(path, AblationError) | here != mine:
+        path = place/'config.json'
+        if path.exists() and read_object(path, AblationError) != repeated_settings(config):
             raise AblationError(f'{place} was started with other settings; start the study in a new folder')
     return {run: config for run, config in runs.items() if run not in made}
 

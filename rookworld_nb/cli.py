@@ -207,7 +207,8 @@ def read_row(
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise UsageError(f'{place}: not JSON ({error})') from None
+        raise UsageError(f'{place}: not JSON ({error}); a line is {{"prompt": "P: ...", "completion": " M: ..."}}, perhaps '
+                         'with a "target"') from None
     if not isinstance(row, dict) or not all(isinstance(row.get(key), str) for key in ('prompt', 'completion')):
         raise UsageError(f'{place}: need an object with the texts prompt and completion, not {line.strip()[:60]}')
     if not isinstance(row.get('target'), str | None):
@@ -353,7 +354,7 @@ def label(
 def evaluation_samples(
     data: Path | None,        # a file of P: and A: lines; None: the shipped sets
     suite: tuple[str, ...],   # what to measure
-    limit: int | None,        # at most so many of each task, from the start, of stress from everywhere; None: all
+    limit: int | None,        # at most so many of each task, from everywhere in the file; None: all
 ) -> list:  # samples with targets; bad lines are named in the log; empty where no suite of lines is asked for
     "What a model is evaluated on."
     from rookworld_nb.positions import by_task, read_lines, shipped, spread, warn_malformed
@@ -366,9 +367,8 @@ def evaluation_samples(
     if not {sample.task for sample in samples} & tasks:
         raise UsageError(f'--data {data}: holds no {" or ".join(sorted(tasks))}: line for --suite {",".join(suite)}; '
                          f'{len(samples)} good, {len(malformed)} malformed')
-    if limit and 'stress' in suite: samples = spread(samples, limit)    # sorted by kind: some of each
     samples = by_task(samples)
-    return [sample for task in samples if task in tasks for sample in samples[task][:limit]]
+    return [sample for task in samples if task in tasks for sample in spread(samples[task], limit or len(samples[task]))]
 
 
 def say_absent(
@@ -513,7 +513,7 @@ def evaluate_model(
     against: str | None = None,              # policy, env, stress: another model, to compare with
     suite: Suites = ('policy', 'env'),       # what to measure; stress: rare moves; stockfish: matches, need the engine
     data: Path | None = None,                # P: and A: lines; none: the shipped ones; or the file of --suite puzzles
-    limit: int | None = None,                # at most so many samples of each task, puzzles of each suite; none: all
+    limit: int | None = None,                # at most so many samples of each task, evenly from the file, and puzzles; none: all
     temperature: tuple[float, ...] = (0.,),  # of sampling, one pass for each; 0 is greedy
     samples_per_prompt: int = 1,             # completions of each prompt
     max_new_tokens: int = ANSWER_TOKENS,     # longest completion of policy, env and stress

@@ -6,7 +6,7 @@
 __all__ = ['BY_SIZE', 'OPEN', 'SMALL', 'CREDITS', 'Part', 'LEAST', 'OF_THE_GROUP', 'NEEDS', 'CHOICES', 'PRESETS', 'NOT_REPEATED',
            'FREE', 'MOVABLE', 'RunError', 'PromptOptions', 'RewardOptions', 'UpdateOptions', 'part_of', 'trainer_part',
            'collector_part', 'buffer_part', 'reward_part', 'typed', 'whole_answers', 'check_kinds', 'idle_flags',
-           'check_flags', 'TrainConfig', 'nano', 'rtx4090', 'emergency']
+           'check_flags', 'TrainConfig', 'nano', 'rtx4090', 'emergency', 'repeated_settings']
 
 # %% ../nbs/27_config.ipynb #12bfd9f0
 import math
@@ -345,6 +345,15 @@ PRESETS = {preset.__name__: preset for preset in (nano, rtx4090, emergency)}
 # %% ../nbs/27_config.ipynb #6276f83d
 #: What says where a run is kept, or is settled in another setting: no part of what repeats it.
 NOT_REPEATED = ('output_dir', 'resume', 'auto_batch_size')
+
+
+def repeated_settings(
+    config: TrainConfig,  # of a run
+) -> dict[str, Any]:      # as its config.json holds them
+    "All that is needed to repeat a run."
+    return {name: value for name, value in asdict(config).items() if name not in NOT_REPEATED}
+
+
 #: What may be changed when a run is resumed.
 FREE = ('steps', 'output_dir', 'resume', 'device', 'reference_device', 'engine_cache', 'eval_every', 'keep_checkpoints',
         'micro_batch_size', 'matmul_precision', 'compile', 'cuda_graphs', 'gradient_checkpointing',

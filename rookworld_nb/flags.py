@@ -188,9 +188,10 @@ def no_such(
     what: str,         # flag, setting or command
     word: str,         # as written
     known: list[str],  # what there is, written the same way
+    meant: Sequence[str] = (),  # those that are described in the same words
 ) -> str:  # a sentence
     "What to say about a name that does not exist."
-    close = difflib.get_close_matches(word, known, 3)
+    close = difflib.get_close_matches(word, known, 3) or list(meant)
     hint = f'did you mean {" or ".join(close)}?' if close else f'valid: {" ".join(known)}'
     return f'there is no {what} {word}; {hint}'
 
@@ -206,7 +207,8 @@ def settings_in(
     except OSError as error:
         raise UsageError(f'--config {path}: {error.strerror}') from None
     except ValueError as error:    # of either parser, or of bytes that are no text
-        raise UsageError(f'--config {path} is not a {"JSON" if path.endswith(".json") else "TOML"} file: {error}') from None
+        kind, hint = ('JSON', '') if path.endswith('.json') else ('TOML', '; a text needs quotes, as in data = "own.txt"')
+        raise UsageError(f'--config {path} is not a {kind} file: {error}{hint}') from None
     if not isinstance(table, dict): raise UsageError(f'--config {path}: holds no settings by name')
     texts: dict[str, str] = {}
     known = [name for name, flag in flags.items() if not flag.many]
@@ -233,12 +235,16 @@ def read_settings(
     typed, unknown = parser.parse_known_intermixed_args(list(words))
     if unknown and unknown[0].startswith('-'):
         known = [flag.word for flag in flags.values() if not flag.many] + ['--config', '--help']
-        raise UsageError(no_such('flag', unknown[0].partition('=')[0], known))
+        word = unknown[0].partition('=')[0]
+        meant = [flag.word for flag in flags.values() if word.strip('-').replace('-', ' ') in flag.help and not flag.many]
+        raise UsageError(no_such('flag', word, known, meant[:3]))
     if unknown:
         before = ['', *words][[*words].index(unknown[0])]
         switch = any(before == flag.word for flag in flags.values() if flag.kind is bool)
-        raise UsageError(f'{before} takes no value, but got {unknown[0]!r}' if switch else
-                         f'{unknown[0]!r} belongs to no flag; --help lists the flags')
+        folder = next((word for word in ('--output-dir', '--model') if word[2:].replace('-', '_') in flags), None)
+        hint = f'; a folder is named with {folder}' if folder and os.path.isdir(unknown[0]) else ''
+        raise UsageError(f'{before} takes no value, but got {unknown[0]!r}{hint}' if switch else
+                         f'{unknown[0]!r} belongs to no flag{hint}; --help lists the flags')
     typed = vars(typed)
     path = typed.pop('config', None)
     texts = {name: (flags[name].word, text) for name, text in typed.items()}

@@ -34,7 +34,7 @@ from .buffer import buffer_state, collector_state, restore_buffer, restore_colle
 from .checkpoint import (
     PROFILES, checkpoint_step, checkpoint_sums, checkpoints_of, cut_logs, fingerprint, model_bytes,
     newest_checkpoint, put_back, remove_folder, sweep, write_checkpoint)
-from .config import FREE, MOVABLE, NOT_REPEATED, OPEN, RunError, TrainConfig, typed
+from .config import FREE, MOVABLE, OPEN, RunError, TrainConfig, repeated_settings, typed
 from .evaluate import chance_line, compare, recall_table, select_rows
 from .flags import as_text
 from .hardware import (
@@ -314,8 +314,7 @@ def alone_and_current(
         if run.config.resume and not run.trainer.step:
             logger.warning('no step is saved in %s yet: the run begins again', run.folder)
         write_json(run.folder/'origin.json', run.origin)
-        settings = {name: value for name, value in asdict(run.config).items() if name not in NOT_REPEATED}
-        write_json(run.folder/'config.json', settings)    # if it is killed from here on, --resume finds it
+        write_json(run.folder/'config.json', repeated_settings(run.config))    # if it is killed from here on, --resume finds it
         run.begun = run.holds = True
         try: yield
         finally: run.holds = False
@@ -664,7 +663,7 @@ def train(
         if not callable(make): raise RunError(f'writers: {type(make).__name__} cannot be called; {WRITER}')
     run, say = Run(config, ranks, reward_fn), tqdm.write if ranks.first else lambda line: None
     with closing(run), memory_in_words(run), ExitStack() as stack:
-        say(f'{planned_work(run)}\nHardware: {run.hardware}')
+        say(f'{planned_work(run)}\nHardware: {run.hardware}\nRun folder: {run.folder}')
         stack.enter_context(alone_and_current(run))    # an unwritable folder is refused before the evaluation
         others = [stack.enter_context(closing(made_writer(make, run))) for make in writers if ranks.first]
         if run.heldout:

@@ -52,7 +52,7 @@ from .monitor import BLUE, MUTED, ORANGE, Picture
 from .records import metric_rows, optional_module, write_atomic
 from .report import command_line, png_of
 from .rewards import RewardScorer
-from .run import Run, finish, is_going_on, make_folder
+from .run import Run, finish, is_going_on, make_folder, resumed_config
 from .setup import Setup, updates_per_batch
 
 # %% ../nbs/34_scale.ipynb #47fa9075
@@ -345,8 +345,10 @@ def run_trial(
         logger.warning('%s: another process is at work there; waiting until it leaves', place)
         while is_going_on(place): time.sleep(POLL)
     point = {name: suggest(trial, name, part) for name, part in search.dimensions.items()}
-    config = trial_config(search, point, output_dir=str(place), resume=(place/'config.json').exists())
+    config = trial_config(search, point, output_dir=str(place))
     trial.set_user_attr('command', command_line(asdict(config)))
+    if (place/'config.json').exists():
+        config = resumed_config(**search.given | settings_at(point) | {'output_dir': str(place)})
     with closing(Run(config)) as run:
         if why := train_trial(run, trial, search):
             return Verdict('diverged' if run.trainer.diverged else 'hopeless', why)

@@ -341,6 +341,7 @@ def planned_work(
             f'of up to {longest} tokens; {prompts_to_draw(run)} to draw from, '
             f'{len(run.heldout)} held-out positions'
             + ', of the package and not of --data'*(config.data is not None and len(run.heldout) > 0)
+            + f', each answered {config.eval_samples + 1} times before and after'*(len(run.heldout) > 0)
             + (f'; whole answers are paid, because of {", ".join(whole)}' if whole else '')
             + (f'; with each update {config.answer_positions} right A: answers' if config.answer_coef else '')
             + (f'; {run.trainer.step} are done in {run.folder}' if config.resume else '')
