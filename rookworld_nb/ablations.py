@@ -148,7 +148,7 @@ def is_orphan() -> bool:
     starter = parent_process()
     return starter is not None and not starter.is_alive()
 
-
+# %% ../nbs/33_ablations.ipynb #09668835
 def run_cell(
     place: Path,          # the run folder
     cell: str,            # its name

@@ -246,6 +246,7 @@ def reward_metrics(
         values = torch.tensor(some.to_numpy('float64'))
         found = {'reward': float(values.mean())} | spread_of(values)
         of_tasks |= {f'task_{task}/{name}': value for name, value in found.items()}
+    if table['task'].isin(['P', 'A']).any(): of_tasks['task_P/fraction'] = float((table['task'] == 'P').mean())
     unjudged = float((~judged).double().mean())
     if not judged.any(): judged = ~judged    # where the engine was silent about all, all count as they are
     if not compared.any(): compared = ~compared
@@ -253,8 +254,7 @@ def reward_metrics(
     return {'reward': float(rewards[judged].mean()), 'reward_std': float(groups.std(1).mean()),
             **spread_of(rewards[judged]),
             'frac_reward_zero_std': float((earned == earned[:, :1]).all(1).double().mean()),
-            'completions/unjudged': unjudged, **of_tasks,
-            **({'task_P/fraction': float((table['task'] == 'P').mean())} if table['task'].isin(['P', 'A']).any() else {})}
+            'completions/unjudged': unjudged, **of_tasks}
 
 # %% ../nbs/17_buffer.ipynb #d5ecdf5f
 def component_metrics(

@@ -207,8 +207,8 @@ def read_row(
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise UsageError(f'{place}: not JSON ({error}); a line is {{"prompt": "P: ...", "completion": " M: ..."}}, perhaps '
-                         'with a "target"') from None
+        raise UsageError(f'{place}: not JSON ({error}); a line is {{"prompt": "P: ...", "completion": " M: ..."}}, '
+                         'perhaps with a "target"') from None
     if not isinstance(row, dict) or not all(isinstance(row.get(key), str) for key in ('prompt', 'completion')):
         raise UsageError(f'{place}: need an object with the texts prompt and completion, not {line.strip()[:60]}')
     if not isinstance(row.get('target'), str | None):
@@ -367,8 +367,8 @@ def evaluation_samples(
     if not {sample.task for sample in samples} & tasks:
         raise UsageError(f'--data {data}: holds no {" or ".join(sorted(tasks))}: line for --suite {",".join(suite)}; '
                          f'{len(samples)} good, {len(malformed)} malformed')
-    samples = by_task(samples)
-    return [sample for task in samples if task in tasks for sample in spread(samples[task], limit or len(samples[task]))]
+    wanted = [found for task, found in by_task(samples).items() if task in tasks]
+    return [sample for found in wanted for sample in spread(found, limit or len(found))]
 
 
 def say_absent(
@@ -513,7 +513,7 @@ def evaluate_model(
     against: str | None = None,              # policy, env, stress: another model, to compare with
     suite: Suites = ('policy', 'env'),       # what to measure; stress: rare moves; stockfish: matches, need the engine
     data: Path | None = None,                # P: and A: lines; none: the shipped ones; or the file of --suite puzzles
-    limit: int | None = None,                # at most so many samples of each task, evenly from the file, and puzzles; none: all
+    limit: int | None = None,                # so many lines of each task, evenly, or puzzles, the first ones; none: all
     temperature: tuple[float, ...] = (0.,),  # of sampling, one pass for each; 0 is greedy
     samples_per_prompt: int = 1,             # completions of each prompt
     max_new_tokens: int = ANSWER_TOKENS,     # longest completion of policy, env and stress
@@ -755,7 +755,7 @@ COMMANDS = {
     'push': Command(push), 'pretrain': Command(pretrain, 'rookworld_nb.pretrain:PretrainConfig'),
 }
 
-
+# %% ../nbs/35_cli.ipynb #931749f2
 def run_command(
     name: str,             # a key of COMMANDS
     words: Sequence[str],  # what follows it

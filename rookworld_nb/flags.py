@@ -195,7 +195,7 @@ def no_such(
     hint = f'did you mean {" or ".join(close)}?' if close else f'valid: {" ".join(known)}'
     return f'there is no {what} {word}; {hint}'
 
-
+# %% ../nbs/28_flags.ipynb #70347197
 def settings_in(
     path: str,               # a TOML file, or a JSON file such as the config.json of a run
     flags: dict[str, Flag],  # what may stand in it; names with - or _
@@ -207,7 +207,8 @@ def settings_in(
     except OSError as error:
         raise UsageError(f'--config {path}: {error.strerror}') from None
     except ValueError as error:    # of either parser, or of bytes that are no text
-        kind, hint = ('JSON', '') if path.endswith('.json') else ('TOML', '; a text needs quotes, as in data = "own.txt"')
+        kind, hint = 'JSON', ''
+        if not path.endswith('.json'): kind, hint = 'TOML', '; a text needs quotes, as in data = "own.txt"'
         raise UsageError(f'--config {path} is not a {kind} file: {error}{hint}') from None
     if not isinstance(table, dict): raise UsageError(f'--config {path}: holds no settings by name')
     texts: dict[str, str] = {}
@@ -236,7 +237,8 @@ def read_settings(
     if unknown and unknown[0].startswith('-'):
         known = [flag.word for flag in flags.values() if not flag.many] + ['--config', '--help']
         word = unknown[0].partition('=')[0]
-        meant = [flag.word for flag in flags.values() if word.strip('-').replace('-', ' ') in flag.help and not flag.many]
+        said = word.strip('-').replace('-', ' ')
+        meant = [flag.word for flag in flags.values() if said in flag.help and not flag.many]
         raise UsageError(no_such('flag', word, known, meant[:3]))
     if unknown:
         before = ['', *words][[*words].index(unknown[0])]

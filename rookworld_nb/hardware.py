@@ -195,8 +195,9 @@ def container_groups(
 def container_cpus() -> float:  # infinite without a limit
     "How many CPUs the limits of containers grant."
     found = []
-    for line, folder, *names in ((r'^0::/(.*)$', '', 'cpu.max'),
-                                 (r'^\d+:(?:\w+,)*cpu(?:,\w+)*:/(.*)$', 'cpu', 'cpu.cfs_quota_us', 'cpu.cfs_period_us')):
+    versions = ((r'^0::/(.*)$', '', 'cpu.max'),
+                (r'^\d+:(?:\w+,)*cpu(?:,\w+)*:/(.*)$', 'cpu', 'cpu.cfs_quota_us', 'cpu.cfs_period_us'))
+    for line, folder, *names in versions:
         for group in container_groups(line, folder):
             try: quota, period = ' '.join((group/name).read_text(encoding='ascii') for name in names).split()
             except (OSError, ValueError): continue

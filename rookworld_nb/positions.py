@@ -589,7 +589,7 @@ def lockable(
     "Whether files can be locked there: a second handle is kept out."
     with locked(path) as first, locked(path) as second: return first and not second
 
-
+# %% ../nbs/04_positions.ipynb #3be9b322
 @contextmanager
 def replacing(
     path: Path,  # the file; there or not

@@ -35,7 +35,7 @@ def write_atomic(
 ) -> Path:                 # the same path
     """Write a whole file so that a reader sees the old content or the new, never a part."""
     try:
-        with replacing(path, f'.{os.getpid()}-{os.urandom(4).hex()}') as aside:    # of two containers the number may be one
+        with replacing(path, f'.{os.getpid()}-{os.urandom(4).hex()}') as aside:    # containers share numbers
             aside.write_bytes(content.encode('utf-8') if isinstance(content, str) else content)
     except OSError as error:
         error.filename = error.filename or str(path)    # a full disk does not say for which file it had no room

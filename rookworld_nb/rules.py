@@ -347,6 +347,15 @@ def check_cache(
     except (sqlite3.Error, OSError) as error:
         raise CacheError(f"engine cache {str(path)!r}: {error}") from error
 
+
+def _kept(cache: AnalysisCache, key: str, answer: tuple[Candidate, ...]) -> AnalysisCache | None:
+    "Keep an answer; a cache that cannot be written is closed and given up: it costs time, not the run."
+    try: cache.put(key, answer)
+    except CacheError as error:
+        logger.warning('%s; answers are no longer kept', error)
+        return cache.close()
+    return cache
+
 # %% ../nbs/03_rules.ipynb #8e5397fe
 class Stockfish(_KeptEngine):
     "An engine as ground truth: node limits, one thread, reproducible answers, restarted when it hangs or dies."
@@ -379,12 +388,7 @@ class Stockfish(_KeptEngine):
         key = self.cache and f'{self.name}|{self.settings}|{fen}'
         if key and (stored := self.cache.get(key)) is not None: return stored
         answer = self._exchange(fen, lambda engine: _search(engine, fen, self.nodes, self.multipv, self.fresh))
-        if key:
-            try: self.cache.put(key, answer)
-            except CacheError as error:    # a full disk costs time, not the run
-                logger.warning('%s; answers are no longer kept', error)
-                self.cache.close()
-                self.cache = None
+        if key: self.cache = _kept(self.cache, key, answer)
         return answer
 
     def close(self) -> None:

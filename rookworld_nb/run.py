@@ -167,7 +167,7 @@ def stands_apart(
     found = engine if os.path.isabs(engine) else None if os.path.dirname(engine) else shutil.which(engine)
     return found is not None and not Path(found).resolve().is_relative_to(folder.resolve())
 
-
+# %% ../nbs/31_run.ipynb #93b30b1e
 def resumed_config(
     **asked: Any,  # fields of TrainConfig that are asked for: output_dir, more steps, ...
 ) -> TrainConfig:  # the run's own, with what may be changed
@@ -314,7 +314,7 @@ def alone_and_current(
         if run.config.resume and not run.trainer.step:
             logger.warning('no step is saved in %s yet: the run begins again', run.folder)
         write_json(run.folder/'origin.json', run.origin)
-        write_json(run.folder/'config.json', repeated_settings(run.config))    # if it is killed from here on, --resume finds it
+        write_json(run.folder/'config.json', repeated_settings(run.config))    # from here on --resume finds it
         run.begun = run.holds = True
         try: yield
         finally: run.holds = False
@@ -570,7 +570,7 @@ def memory_in_words(
                        '--micro-batch-size takes less, so do --gradient-checkpointing and a smaller --batch-positions; '
                        f'rookworld batch-size measures what fits{resume}') from error
 
-
+# %% ../nbs/31_run.ipynb #32cc4ada
 def examined(
     run: Run,                  # alone in its folder
     when: str,                 # before | after

@@ -40,7 +40,6 @@ from uuid import uuid4
 import numpy as np
 import pandas as pd
 import torch
-from matplotlib import rc_context
 
 from .config import FREE, TrainConfig
 from .evaluate import ROUNDING, Z95, evaluate, student_t, wilson_interval
@@ -796,8 +795,7 @@ def search_report(
              why_failed(table),
              title + weights.to_string(**numbers) if len(weights) else '', best_of(table)]
     text = '\n\n'.join(filter(None, parts))
-    with rc_context({'text.parse_math': False}):    # a $ in a name is a $
-        pictures = {'success.png': png_of(plot_success(rates)), 'slices.png': png_of(plot_slices(table, names))}
+    pictures = {'success.png': png_of(plot_success(rates)), 'slices.png': png_of(plot_slices(table, names))}
     for name, content in (pictures | {'results.csv': table.to_csv(), 'report.txt': text + '\n'}).items():
         write_atomic(search.folder/name, content)
     return text

@@ -136,7 +136,8 @@ def run_folder(
         runs = [path for path in ([Path(given)] if given else begun) if (path/'config.json').exists()]
         if not runs:
             raise RunError(f'--resume: no run in {given or root}; a run folder holds a config.json')
-        return max(runs, key=lambda path: max(file.stat().st_mtime for file in (path/'config.json', path/'metrics.jsonl') if file.exists()))
+        return max(runs, key=lambda path: max(file.stat().st_mtime for name in ('config.json', 'metrics.jsonl')
+                                              if (file := path/name).exists()))
     folder = Path(given) if given else root/f'{datetime.now():train-%Y%m%d-%H%M%S-%f}-{os.getpid()}'
     written = any((folder/name).exists() for name in ('config.json', 'metrics.jsonl', 'events.jsonl'))
     if written or checkpoints_of(folder):
@@ -303,9 +304,7 @@ class Setup:
 
     def close(self) -> None:
         "Stop the engine, if there is one; it starts again when it is needed."
-        if self.engine:
-            self.scorer.patient.close()
-            self.engine.close()
+        for each in (self.scorer.patient, self.engine) if self.engine else (): each.close()
 
 # %% ../nbs/30_setup.ipynb #25882596
 def updates_per_batch(

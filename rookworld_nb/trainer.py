@@ -38,11 +38,7 @@ from .ranks import ALONE, Ranks, add_up
 from .sampling import (
     Rollouts, at_tokens, completion_hidden, completion_logprobs, hidden_logprobs, in_tiles, tile_rows)
 
-# %% ../nbs/19_trainer.ipynb #f8367652
-SCHEDULES = ('cosine', 'linear', 'constant')
-ADAMW = {'fused': {'fused': True}, 'foreach': {'foreach': True}, 'loop': {'foreach': False}}
-
-
+# %% ../nbs/19_trainer.ipynb #5c06dc8a
 @dataclass(frozen=True)
 class TrainerConfig:
     "How experiences become updates."
@@ -81,6 +77,8 @@ class TrainerConfig:
         check_config(self)
 
 # %% ../nbs/19_trainer.ipynb #d167a865
+SCHEDULES = ('cosine', 'linear', 'constant')
+ADAMW = {'fused': {'fused': True}, 'foreach': {'foreach': True}, 'loop': {'foreach': False}}
 LOSS_OPTIONS = ('clip_low', 'clip_high', 'kl_estimator', 'kl_unbiased', 'loss_type', 'importance_level', 'entropy_coef')
 KL_LIMITS = ('kl_divergence_threshold', 'kl_tail_threshold', 'kl_spike_factor')
 
@@ -765,8 +763,7 @@ class Trainer(Learner):
                     self.stop_reason, self.starved = f'the experiences ended after step {self.step}', True
                     return
                 row = update(self, experience)
-                if (self.failure or self.broken is not None) and isinstance(rollouts, RolloutBuffer):
-                    rollouts.clear()
+                if isinstance(rollouts, RolloutBuffer) and (self.failure or self.broken is not None): rollouts.clear()
                 goes_on = not self.failure or recover(self)
                 if self.step % self.config.remember_every == 0: self.propose()
                 if goes_on and self.step >= self.config.steps:

@@ -17,7 +17,7 @@ import pytest
 from rookworld_nb import ablations, cli
 from rookworld_nb.ablations import (DEFAULT, KEPT, REFERENCES, SHARED, STUDIES, UNTRAINED, AblationError, cells_of, effects, keep, planned_runs,
                                     read_results, run_cell, run_place, run_study, settings_of)
-from rookworld_nb.config import BY_SIZE, SMALL, RunError, TrainConfig
+from rookworld_nb.config import BY_SIZE, SMALL, RunError, TrainConfig, repeated_settings
 from rookworld_nb.evaluate import evaluate, select_rows
 from rookworld_nb.grpo import BASELINES, REWARD_SCALES
 from rookworld_nb.kl import KL_ESTIMATORS
@@ -150,7 +150,7 @@ def test_a_study_may_move(tiny, tmp_path, monkeypatch):
     config = planned_runs(tmp_path/'study', ['kl'], 1)[DEFAULT, 1]
     place = run_place(tmp_path/'study', DEFAULT, 1)
     place.mkdir(parents=True)
-    (place/'config.json').write_text(json.dumps(asdict(replace(config, output_dir=str(place)))))
+    (place/'config.json').write_text(json.dumps(repeated_settings(replace(config, output_dir=str(place)))))
     (tmp_path/'study').rename(tmp_path/'moved')
     assert (DEFAULT, 1) in planned_runs(tmp_path/'moved', ['kl'], 1)
 

@@ -379,9 +379,9 @@ def test_the_command(monkeypatch, capsys):
     assert said[3].startswith(f'GB: weights {size:.3f}, reference {size:.3f}') and said[4].startswith('Optimal batch configuration found: 2 positions x 2')
     assert cli.main(['batch-size', '--max-new-tokens', '8', '--json', '--gradient-checkpointing', '--bf16']) == 0
     record = json.loads(capsys.readouterr().out)
-    assert record['optimal']['effective_batch_size'] == 8 and set(record['optimal']) == set(MemoryProfile.__dataclass_fields__)
+    assert record['optimal']['effective_batch_size'] == 16 and set(record['optimal']) == set(MemoryProfile.__dataclass_fields__)
     assert cli.main(['batch-size', '--max-new-tokens', '8', '--target', '0.0001']) == 2
-    assert 'no batch fits: 1 x 4 takes more than 0%' in capsys.readouterr().err
+    assert 'no batch fits: 1 x 8 takes more than 0%' in capsys.readouterr().err
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a GPU')
