@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import get_args
 
 import numpy as np
@@ -46,6 +47,37 @@ def test_a_cell_changes_what_it_says_and_is_a_valid_run(cell):
     default, changes = asdict(TrainConfig(**SHARED)), cells_of(())[cell]
     config = asdict(TrainConfig(**SHARED | changes))
     assert {name: config[name] for name in config if config[name] != default[name]} == changes
+
+
+STUDY = """
+from pathlib import Path
+from rookworld_nb import ablations
+ablations.SHARED, ablations.STUDIES = {shared!r} | dict(steps=10**6), {{}}
+for table in ablations.run_study(Path({folder!r}), seeds=1): pass
+"""
+
+
+def is_running(place):
+    "Whether a process is there, and no zombie that nobody has collected."
+    try: return ') Z ' not in (place/'stat').read_text()
+    except (FileNotFoundError, ProcessLookupError): return False
+
+
+def test_nothing_is_left_of_a_study_that_is_killed(tiny, tmp_path):
+    log = run_place(tmp_path, DEFAULT, 1)/'metrics.jsonl'
+    study = subprocess.Popen([sys.executable, '-c', STUDY.format(shared=tiny, folder=str(tmp_path))], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    children = Path(f'/proc/{study.pid}/task/{study.pid}/children')
+    for _ in range(1200):
+        if log.exists() and log.stat().st_size: break
+        time.sleep(.1)
+    left = [Path(f'/proc/{child}') for child in children.read_text().split()]
+    study.kill()
+    study.wait()
+    assert left and log.stat().st_size
+    for _ in range(600):
+        if not any(map(is_running, left)): break
+        time.sleep(.1)
+    assert not any(map(is_running, left))
 
 
 @pytest.mark.parametrize('text', ['', 'ticket,outcome\n0,success\n'])

@@ -30,7 +30,7 @@ from rookworld_nb.flags import REQUIRED, UsageError, as_text, flags_of
 from rookworld_nb.grpo import MissingInputError
 from rookworld_nb.kl import BatchShapeError
 from rookworld_nb.model import GPT, GPTConfig, SequenceError
-from rookworld_nb.positions import data_files, locked, read_lines, shipped
+from rookworld_nb.positions import by_task, data_files, locked, read_lines, shipped
 from rookworld_nb.pretrain import board_tokenizer, read_excluded
 from rookworld_nb.ranks import ALONE
 from rookworld_nb.rewards import RewardScorer
@@ -167,6 +167,24 @@ def test_every_flag_arrives(name, monkeypatch, cwd):
             arrived.append(value)
             break
         assert arrived, f'{flag.word}: no value was accepted'
+
+
+@pytest.mark.parametrize('words, hint', [('train --learning-rate 1e-4', 'there is no flag --learning-rate; did you mean --lr'),
+                                         ('train --resume old', "--resume takes no value, but got 'old'; a folder is named with --output-dir"),
+                                         ('eval old', "'old' belongs to no flag; a folder is named with --model"),
+                                         ('train --config own.toml', 'a text needs quotes, as in data = "own.txt"')])
+def test_a_likely_mistake_is_answered_with_what_was_meant(words, hint, call, cwd):
+    (cwd/'old').mkdir()
+    (cwd/'own.toml').write_text('data = own.txt\n')
+    code, lines, errors = call(*words.split())
+    assert code == 2 and lines == [] and hint in errors
+
+
+def test_a_limited_evaluation_takes_its_lines_from_everywhere():
+    whole = by_task(shipped('heldout'))
+    few = cli.evaluation_samples(None, ('policy', 'env'), 3)
+    assert few == [found[at] for found in (whole['P'], whole['A']) for at in (0, round((len(found) - 1)/2), len(found) - 1)]
+    assert cli.evaluation_samples(None, ('policy',), None) == whole['P']
 
 
 def test_flags_overrule_the_file_and_the_file_the_defaults(call, cwd):
