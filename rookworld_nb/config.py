@@ -343,8 +343,8 @@ def emergency(
 PRESETS = {preset.__name__: preset for preset in (nano, rtx4090, emergency)}
 
 # %% ../nbs/27_config.ipynb #6276f83d
-#: What says where a run is kept, or is settled in another setting: no part of what repeats it.
-NOT_REPEATED = ('output_dir', 'resume', 'auto_batch_size')
+#: What says where a run is kept: no part of what repeats it.
+NOT_REPEATED = ('output_dir', 'resume')
 
 
 def repeated_settings(

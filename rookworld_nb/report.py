@@ -570,7 +570,7 @@ def command_line(
 ) -> str:  # one line
     "The command that starts the same run, with a folder of its own."
     repeated = {name: value for name, value in changed_settings(config).items()
-                if name in DEFAULTS and name not in NOT_REPEATED}
+                if name in DEFAULTS and name not in (*NOT_REPEATED, 'auto_batch_size')}    # it chose batch_positions
     return shlex.join(['rookworld', 'train', *words_of(repeated)])
 
 # %% ../nbs/32_report.ipynb #1e2c01a5
