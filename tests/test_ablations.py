@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import get_args
 
 import numpy as np
@@ -26,6 +25,7 @@ from rookworld_nb.records import read_completions
 from rookworld_nb.rewards import RewardScorer, Shaping
 from rookworld_nb.run import Run, resumed_config
 from rookworld_nb.weights import ModelNameError
+from processes import children_of, is_running
 
 TINY = {'steps': 2, 'batch_positions': 2, 'group_size': 2, 'max_new_tokens': 16, 'eval_policy': 2, 'eval_env': 2, 'eval_samples': 1}
 TEMPERATURES = TrainConfig().for_size(SMALL).temperature, 0.
@@ -57,20 +57,13 @@ for table in ablations.run_study(Path({folder!r}), seeds=1): pass
 """
 
 
-def is_running(place):
-    "Whether a process is there, and no zombie that nobody has collected."
-    try: return ') Z ' not in (place/'stat').read_text()
-    except (FileNotFoundError, ProcessLookupError): return False
-
-
 def test_nothing_is_left_of_a_study_that_is_killed(tiny, tmp_path):
     log = run_place(tmp_path, DEFAULT, 1)/'metrics.jsonl'
     study = subprocess.Popen([sys.executable, '-c', STUDY.format(shared=tiny, folder=str(tmp_path))], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    children = Path(f'/proc/{study.pid}/task/{study.pid}/children')
     for _ in range(1200):
         if log.exists() and log.stat().st_size: break
         time.sleep(.1)
-    left = [Path(f'/proc/{child}') for child in children.read_text().split()]
+    left = children_of(study.pid)
     study.kill()
     study.wait()
     assert left and log.stat().st_size

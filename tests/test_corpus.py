@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 from contextlib import nullcontext
-from pathlib import Path
 from textwrap import dedent
 from types import SimpleNamespace
 
@@ -21,6 +20,7 @@ from rookworld_nb.corpus import (CorpusError, ENV_SHARES, HELD_SHARDS, ILLEGAL_S
 from rookworld_nb.positions import Sample, by_task, generate_positions, outcome, read_lines, seen_positions, shipped, write_lines
 from rookworld_nb.rules import Candidate, env_step, fen_key, legal_moves
 from rookworld_nb.tasks import parse_env, parse_policy
+from processes import is_running
 
 FENS = [position.fen for position in generate_positions(60, seed=5)]
 #: Middle games in which a move of one's own can leave the king in check.
@@ -32,13 +32,6 @@ def soon(happens, seconds=60) -> bool:
     until = time.monotonic() + seconds
     while not (done := happens()) and time.monotonic() < until: time.sleep(.1)
     return done
-
-
-def is_running(pid: int) -> bool:
-    "Whether there is such a process, and not only what is left of it."
-    stat = Path(f'/proc/{pid}/stat')
-    try: return stat.read_text().rpartition(') ')[2][0] != 'Z'
-    except (FileNotFoundError, ProcessLookupError): return False
 
 
 @pytest.mark.parametrize('fen', FENS[::6])

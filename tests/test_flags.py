@@ -9,7 +9,7 @@ from typing import Literal
 import pytest
 
 from rookworld_nb import cli
-from rookworld_nb.config import NOT_REPEATED, PRESETS, TrainConfig
+from rookworld_nb.config import PRESETS, TrainConfig, repeated_settings
 from rookworld_nb.flags import UsageError, as_text, flags_of, parse_value, parser_of, read_settings, words_of
 
 SETTINGS = flags_of(TrainConfig)
@@ -53,8 +53,7 @@ def test_a_configuration_survives_the_command_line(preset):
 
 
 def test_the_configuration_of_a_run_is_a_file_of_settings(tmp_path):
-    own = {name: value for name, value in asdict(TrainConfig(steps=7, lr=1e-4, bf16=True, data='my lines.txt').for_size(1)).items()
-           if name not in NOT_REPEATED}
+    own = repeated_settings(TrainConfig(steps=7, lr=1e-4, bf16=True, data='my lines.txt').for_size(1))
     path = tmp_path/'config.json'
     path.write_text(json.dumps(own))
     assert read('--config', str(path)) == own and read('--config', str(path), '--steps', '9') == own | {'steps': 9}

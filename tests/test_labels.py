@@ -24,6 +24,7 @@ from rookworld_nb.labels import (
 from rookworld_nb.positions import DataError, data_files, lazy_lines, locked, read_lines, shipped
 from rookworld_nb.rules import LABEL_NODES, PATIENCE, Candidate, EngineError, EngineNotFound, find_stockfish, legal_moves
 from rookworld_nb.tasks import parse_policy
+from processes import children_of, is_running
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -166,15 +167,6 @@ def test_a_shard_has_one_owner(quick, tmp_path):
     with locked(job.place('lock', 0)) as mine:
         assert mine and not label_shard(job, 0, Engine()) and not job.place('done', 0).exists()
     assert label_shard(job, 0, Engine()) and label_shard(job, 0, Engine())
-
-
-def is_running(process):
-    "Whether a process is there, and no zombie that nobody has collected."
-    try: return Path(f'/proc/{process}/stat').read_text().rpartition(') ')[2][0] != 'Z'
-    except (FileNotFoundError, ProcessLookupError): return False
-
-
-def children_of(process): return [int(child) for child in Path(f'/proc/{process}/task/{process}/children').read_text().split()]
 
 
 @pytest.mark.stockfish
