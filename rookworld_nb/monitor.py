@@ -7,7 +7,7 @@ __all__ = ['Range', 'TOLERANCE', 'REWARD_METRICS', 'COMPLETION_METRICS', 'UPDATE
            'INK', 'MUTED', 'FAINT', 'BLUE', 'ORANGE', 'BAND', 'LIGHT_COLOURS', 'STYLE', 'PANELS', 'MetricError',
            'Metric', 'registry', 'name_pattern', 'metric_for', 'range_text', 'Light', 'light_of', 'numbers_of',
            'lights', 'gravest', 'overall', 'simulated_run', 'Picture', 'Panel', 'column', 'smooth', 'view_limits',
-           'dress', 'Chart', 'Curves', 'plot_curves', 'values_of', 'console_line', 'health_report']
+           'dress', 'Chart', 'Curves', 'plot_curves', 'values_of', 'console_line', 'task_means', 'health_report']
 
 # %% ../nbs/20_monitor.ipynb #c87cb6a9
 import math
@@ -501,15 +501,25 @@ def console_line(
     return (f'Step {step:4.0f} | Loss: {loss:.4f} | Reward: {reward:.3f} (best: {best:.3f}) | '
             f'{split}Time: {seconds:.2f}s')
 
+# %% ../nbs/20_monitor.ipynb #42804d01
+def task_means(
+    rows: Sequence[Mapping[str, float]],  # of the log
+) -> str:                                 # '' where no row has the reward of a task
+    """The mean reward of each task over some steps, in words."""
+    rewards = pd.DataFrame([numbers_of(row) for row in rows]).filter(regex=r'^task_\w+/reward$').mean().dropna()
+    means = ', '.join(f'{name[len("task_"):-len("/reward")]}={mean:.3f}' for name, mean in rewards.items())
+    return means and f'mean reward of {len(rows)} step{"s"*(len(rows) > 1)}: {means} | '
+
 
 def health_report(
-    metrics: Mapping[str, float],  # one row of the log
-) -> str:                          # one line: the numbers, then the light and its reason
-    """The health of one step: its main numbers, and the light of the whole row."""
+    metrics: Mapping[str, float],               # one row of the log
+    before: Sequence[Mapping[str, float]] = (),  # rows of the steps just before it, for the means over several steps
+) -> str:                                       # one line: the numbers, then the light and its reason
+    """The health of one step: its main numbers, the mean reward of each task, and the light of the whole row."""
     step, reward, std = values_of(metrics, 'step', 'reward', 'reward_std')
     kl, kl_95, clip, entropy, ratio = (
         format(*values_of(metrics, name), kind) if name in metrics else 'n/a'    # without a reference or a token
         for name, kind in (('kl', '.4f'), ('kl_95pct', '.4f'), ('clip_ratio/region_mean', '.1%'), ('entropy', '.3f'),
                            ('ratio_max', '.2f')))
     return (f'Health Report Step {step:.0f}: KL={kl} (95p={kl_95}), Reward={reward:.3f}±{std:.3f}, '
-            f'Clip={clip}, Entropy={entropy}, MaxRatio={ratio} | {overall(metrics)}')
+            f'Clip={clip}, Entropy={entropy}, MaxRatio={ratio} | {task_means([*before, metrics])}{overall(metrics)}')

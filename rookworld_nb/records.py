@@ -4,8 +4,9 @@
 
 # %% auto #0
 __all__ = ['logger', 'TABLE_COLUMNS', 'Rows', 'write_atomic', 'plain', 'write_json', 'metric_rows', 'read_metrics', 'mend_tail',
-           'metrics_line', 'write_completions', 'read_completions', 'MetricWriter', 'RunWriter', 'save_reward_curve',
-           'MissingExtraError', 'optional_module', 'measured', 'TensorBoardWriter', 'WandbWriter']
+           'metrics_line', 'write_completions', 'read_completions', 'MetricWriter', 'rewards_of', 'earlier_rewards',
+           'best_of', 'RunWriter', 'save_reward_curve', 'MissingExtraError', 'optional_module', 'measured',
+           'TensorBoardWriter', 'WandbWriter']
 
 # %% ../nbs/21_records.ipynb #dd804c40
 import csv
@@ -171,6 +172,28 @@ class MetricWriter:
     def __exit__(self, *failure) -> None:
         self.close()
 
+# %% ../nbs/21_records.ipynb #8bbe9909
+def rewards_of(
+    row: Mapping[str, float],  # of the log
+) -> dict[str, float]:         # the mean reward, and that of each task
+    "What a writer remembers of a step."
+    return {name: value for name, value in numbers_of(row).items() if name.split('/')[-1] == 'reward'}
+
+
+def earlier_rewards(
+    path: Path,  # of a metrics.jsonl, which need not exist
+) -> dict[int, dict[str, float]]:  # by step
+    "What a writer remembers of the run that it continues; half a line at the end of the file is cut away."
+    mend_tail(path)
+    return {row['step']: rewards_of(row) for row in metric_rows(path) if row.get('reward') is not None}
+
+
+def best_of(
+    rewards: Mapping[int, Mapping[str, float]],  # by step
+) -> float:                                      # NaN where there is none
+    "The highest mean reward of a step."
+    return max((row['reward'] for row in rewards.values() if math.isfinite(row['reward'])), default=math.nan)
+
 # %% ../nbs/21_records.ipynb #ffdc3b84
 class RunWriter(MetricWriter):
     """What grows in a run folder: metrics.jsonl and train.log line by line, completions/ table by table."""
@@ -182,8 +205,7 @@ class RunWriter(MetricWriter):
     ) -> None:
         self.folder, self.prompts, self.report_every = Path(folder), prompts, report_every
         (self.folder/'completions').mkdir(parents=True, exist_ok=True)
-        mend_tail(path := self.folder/'metrics.jsonl')
-        self.rewards = {row['step']: row['reward'] for row in metric_rows(path) if row.get('reward') is not None}
+        self.rewards = earlier_rewards(path := self.folder/'metrics.jsonl')
         self._files = [open(file, 'a', 1, 'utf-8', newline='') for file in (path, self.folder/'train.log')]
 
     def log(
@@ -192,10 +214,11 @@ class RunWriter(MetricWriter):
     ) -> str:                          # what the console shows: the step's line, and a report when one is due
         """Append one optimiser step to metrics.jsonl and its console lines to train.log."""
         row = {'step': values_of(metrics, 'step')[0], 'time': time.time()} | dict(metrics)
-        (step, reward, _), line = values_of(row, 'step', 'reward', 'reward_std'), metrics_line(row)
-        self.rewards = {s: r for s, r in self.rewards.items() if s < step} | {step: reward}
-        text = console_line(row, max(filter(math.isfinite, self.rewards.values()), default=reward), self.prompts)
-        if self.report_every and step % self.report_every == 0: text += '\n' + health_report(row)
+        (step, *_), line = values_of(row, 'step', 'reward', 'reward_std'), metrics_line(row)
+        self.rewards = {s: r for s, r in self.rewards.items() if s < step} | {step: rewards_of(row)}
+        text = console_line(row, best_of(self.rewards), self.prompts)
+        if self.report_every and step % self.report_every == 0:
+            text += '\n' + health_report(row, [*self.rewards.values()][-self.report_every:-1])
         for file, each in zip(self._files, (line, text + '\n')): file.write(each)    # each line is flushed
         return text
 

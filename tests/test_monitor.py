@@ -173,6 +173,14 @@ def test_health_report_is_exact_and_carries_its_light():
     assert ' | red: kl 0.9 is above 0.15: ' in health_report(dict(ROW, kl=.9))
 
 
+def test_health_report_shows_the_mean_reward_of_each_task_over_its_steps():
+    row = dict(ROW, **{'task_P/reward': .5, 'task_A/reward': .9, 'task_P/reward_max': 1.})
+    assert 'MaxRatio=1.88 | mean reward of 1 step: P=0.500, A=0.900 | green: ' in health_report(row)
+    before = [{'task_P/reward': .25}, {'reward': .1, 'task_P/reward': .45, 'task_A/reward': None}, {'task_A/reward': .8, 'task_write/reward': .1}]
+    assert ' | mean reward of 4 steps: P=0.400, A=0.850, write=0.100 | ' in health_report(row, before)
+    assert 'mean reward' not in health_report(ROW, [{'reward': .3}])
+
+
 def test_a_step_without_a_token_has_no_ratio_and_no_entropy():
     row = {name: value for name, value in ROW.items() if not name.startswith(('kl', 'clip_ratio', 'entropy', 'ratio'))}
     assert 'Clip=n/a, Entropy=n/a, MaxRatio=n/a' in health_report(row)

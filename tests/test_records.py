@@ -55,6 +55,17 @@ def test_folder_has_everything_and_every_row_is_on_disk_at_once(tmp_path):
         'completions', 'metrics.jsonl', 'skipped', 'step-000004.csv', 'step-000004.csv', 'train.log']
 
 
+def test_a_report_means_the_steps_since_the_last_one_and_those_before_a_kill_too(tmp_path):
+    def row(step, reward): return dict(ROW, step=step, reward=reward, **{'task_P/reward': reward})
+    with RunWriter(tmp_path, report_every=3) as writer:
+        shown = [writer.log(row(step, step/10)) for step in range(1, 6)]
+    assert 'mean reward of 3 steps: P=0.200 |' in shown[2]
+    with RunWriter(tmp_path, report_every=3) as writer:    # from the checkpoint of step 4: step 5 is done again
+        assert [writer.log(row(step, reward)).count('3 steps: P=0.600 |') for step, reward in ((5, .5), (6, .9))] == [0, 1]
+        assert '(best: 0.900)' in writer.log(row(7, .1)) and '3 steps: P=0.100' in [writer.log(row(step, .1)) for step in (7, 8, 9)][-1]
+        assert '(best: 0.500)' in writer.log(row(6, .2))    # what was undone is forgotten
+
+
 def test_log_keeps_names_order_and_numbers(tmp_path):
     with RunWriter(tmp_path) as writer:
         writer.log(dict(ROW, time=7.5, tensor=torch.tensor(.25), array=np.float32(.5), count=np.int64(3)))
