@@ -24,6 +24,7 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.text import Text
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 from PIL import Image
 
@@ -345,8 +346,9 @@ class Panel:
 
 
 PANELS = (
-    Panel('Reward', (('reward', 'mean', BLUE),), judged='reward', band=('reward_25pct', 'reward_75pct')),
-    Panel('Reward by task', (('task_P/reward', 'policy', BLUE), ('task_A/reward', 'environment', ORANGE)), 'mean'),
+    Panel('Reward', (('reward', 'mean', BLUE), ('task_A/reward', 'environment', ORANGE)), judged='reward',
+          band=('reward_25pct', 'reward_75pct')),
+    Panel('Policy reward', (('task_P/reward', '', BLUE),), 'mean of P:'),
     Panel('KL', (('kl', 'mean', BLUE), ('kl_95pct', '95th percentile', ORANGE)), 'nats/token', 'kl', view=(0, .1)),
     Panel('Clip fraction', (('clip_ratio/region_mean', '', BLUE),), 'of tokens', 'clip_ratio/region_mean',
           view=(0, .1)),
@@ -365,9 +367,9 @@ def column(
 
 def smooth(
     values: np.ndarray,  # (n,) one per step, NaN where nothing was measured
-) -> np.ndarray:         # (n,) exponential mean over about n/20 steps
+) -> np.ndarray:         # (n,) exponential mean over about n/10 steps
     """The trend of a noisy series; short series stay as they are."""
-    return pd.Series(values).ewm(span=max(1, len(values)//20), ignore_na=True).mean().to_numpy()
+    return pd.Series(values).ewm(span=max(1, len(values)//10), ignore_na=True).mean().to_numpy()
 
 
 def view_limits(
@@ -386,7 +388,7 @@ def dress(
     axes: Axes,                   # still empty
     panel: Panel,                 # what will be drawn on it
     target: float | None = None,  # a level to mark with a dashed line, in the panel's unit
-) -> None:
+) -> list[Text]:                  # the names of the lines, where they have any
     """Everything of a panel that never moves: titles, healthy range, target, names of the lines."""
     green, small = LIGHT_COLOURS['green'], dict(loc='right', fontsize=8, fontweight='normal')
     axes.set_title(panel.title, loc='left')
@@ -399,8 +401,8 @@ def dress(
     axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f'{y/1000:g}k' if abs(y) >= 1000 else f'{y:.4g}'))
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
     labels = [(label, colour) for _, label, colour in panel.lines] + ([('middle half', BAND)] if panel.band else [])
-    for i, (label, colour) in enumerate(labels if len(labels) > 1 else []):
-        axes.text(.02 + .33*i, .97, label, color=colour, transform=axes.transAxes, va='top', fontsize=8, zorder=6)
+    return [axes.text(.02 + .33*i, .97, label, color=colour, transform=axes.transAxes, va='top', fontsize=8, zorder=6)
+            for i, (label, colour) in enumerate(labels if len(labels) > 1 else [])]
 
 # %% ../nbs/20_monitor.ipynb #ca2d9a70
 class Chart:
@@ -414,7 +416,7 @@ class Chart:
         self.axes, self.panel, self.fill = axes, panel, None
         self.fixed = [] if target is None else [np.array([target])]
         with rc_context(STYLE):
-            dress(axes, panel, target)
+            self.labels = dress(axes, panel, target)
             self.raw = [axes.plot([], [], color=colour, lw=.8, alpha=.35)[0] for _, _, colour in panel.lines]
             self.trend = [axes.plot([], [], color=colour)[0] for _, _, colour in panel.lines]
             self.last = axes.plot([], [], 'o', ms=5, mec='white', mew=1, zorder=5, clip_on=False)[0]
@@ -428,6 +430,7 @@ class Chart:
         for raw, trend, values in zip(self.raw, self.trend, drawn):
             raw.set_data(step, values)
             trend.set_data(step, smooth(values))
+        for label, values in zip(self.labels, drawn): label.set_visible(np.isfinite(values).any())
         if self.fill is not None: self.fill.remove()
         edges = [smooth(column(table, name)) for name in self.panel.band or ()]
         self.fill = self.axes.fill_between(step, *edges, color=BLUE, alpha=.14, lw=0) if edges else None

@@ -34,7 +34,7 @@ import pandas as pd
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap
-from matplotlib.ticker import MaxNLocator, MultipleLocator
+from matplotlib.ticker import MaxNLocator
 
 from . import __version__
 from .boards import pick_rows
@@ -318,8 +318,8 @@ def plot_task(
     curves = Curves(panels, 3).update(table)
     for chart, name in zip(curves.charts, names):
         low, high = (limit(column(table, name)) for limit in (np.nanmin, np.nanmax))
-        chart.axes.set_ylim(min(-.02, low - .05), max(1.08, high + .05))
-        if high <= 1: chart.axes.yaxis.set_major_locator(MultipleLocator(.5))    # a reward of one's own may be more
+        room = max(.2, high - low)    # what hardly moves shall look like it
+        chart.axes.set_ylim(high - 1.1*room, high + .1*room)
     return curves.figure
 
 # %% ../nbs/32_report.ipynb #0a4a1ea8

@@ -248,6 +248,12 @@ def test_last_point_wears_the_colour_of_its_light():
         assert chart.last.get_color() == monitor.LIGHT_COLOURS[colour]
 
 
+def test_a_line_without_values_has_no_name():
+    def names(run): return [label.get_text() for label in Curves().update(pd.DataFrame(run)).charts[0].labels if label.get_visible()]
+    assert names(rows(5)) == ['mean', 'environment', 'middle half']
+    assert names([{name: value for name, value in row.items() if 'task_A' not in name} for row in rows(5)]) == ['mean', 'middle half']
+
+
 def test_a_gap_at_the_end_of_a_curve_has_no_light():
     run = rows(40)
     assert plot_last(run).last.get_xydata().shape == (1, 2)
@@ -292,6 +298,6 @@ def test_the_trend_is_a_mean_that_forgets_and_leaves_gaps_out():
     values[50] = math.nan
     for value, trend in zip(values, smooth(values)):
         if not math.isnan(value): seen.append(value)
-        weights = (2/3)**np.arange(len(seen))[::-1]    # a span of 100/20 steps
+        weights = (9/11)**np.arange(len(seen))[::-1]    # a span of 100/10 steps
         assert trend == pytest.approx(weights @ seen/weights.sum())
-    assert smooth(values[:39]).tolist() == pytest.approx(values[:39].tolist())
+    assert smooth(values[:19]).tolist() == pytest.approx(values[:19].tolist())
