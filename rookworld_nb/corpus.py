@@ -316,7 +316,7 @@ def bare_capture(
 #: Share of each kind that is searched for; the rest is any move, one in sixteen of them a check, a promotion or rarer.
 ENV_SHARES = {'illegal': .12, 'mate': .12, 'check': .10, 'draw': .10,
               'castling': .03, 'en_passant': .03, 'promotion': .04}
-MOST_LOOKS = 20_000  # positions looked at for one move of a kind; one in two has a check, one in 25 or so a promotion
+MOST_LOOKS = 20_000  # positions looked at for one move of a kind; three in five have a check, one in 25 or so a promotion
 
 
 def find_kind(

@@ -294,7 +294,7 @@ def download(
 
 # %% ../nbs/01_weights.ipynb #56aefcb0
 def model_folder(
-    name_or_path: str | Path,     # 'nano', a folder, or a hub id 'owner/name'
+    name_or_path: str | Path,     # 'nano', a folder, or a hub id 'owner/name', 'owner/name@commit'
     revision: str | None = None,  # branch, tag or commit of a hub id
 ) -> Path:
     'Where the files of a model are; only a name of the form owner/name may reach the network.'
@@ -326,7 +326,7 @@ class _NothingDrawn(TorchFunctionMode):
 
 # %% ../nbs/01_weights.ipynb #f5ca3e45
 def load_pretrained(
-    name_or_path: str | Path,            # 'nano', a folder, or a hub id 'owner/name'
+    name_or_path: str | Path,            # 'nano', a folder, or a hub id 'owner/name', 'owner/name@commit'
     device: str | torch.device = 'cpu',  # where the parameters go
     dtype: torch.dtype = torch.float32,  # of the parameters, whatever the file holds
     revision: str | None = None,         # branch, tag or commit of a hub id
