@@ -1,7 +1,7 @@
 """Does a run improve what the policy would play? Greedy answers after it against greedy answers before it.
 
-    rookworld train --seed 1 --output-dir runs/rare-1          # ... to --seed 5; and other settings, each under a name of its own
-    python benchmarks/greedy_gain.py runs/rare-* --positions 5000 --exclude nbs/results/fresh_learned.txt --csv nbs/results/greedy_gain.csv
+    rookworld train --seed 1 --output-dir runs/mine-1          # ... to --seed 5; and other settings, each under a name of its own
+    python benchmarks/greedy_gain.py runs/mine-* --positions 5000 --exclude nbs/results/fresh_learned.txt --csv mine.csv
 
 P: positions come from the shards that nano's fourth pre-training kept apart from what it learned from, and that its fifth left out; they are made again, labelled by Stockfish (10,000 nodes a
 position) and kept in --cache. Those that the package ships, or --exclude names, are left out. With --undrawn they are instead the training prompts whose position the run did not meet (a run that drew all has none). `--positions 0` leaves

@@ -22,7 +22,7 @@ import torch
 FLAGS = ('--steps 12 --batch-positions 4 --group-size 4 --minibatch-positions 3 --buffer-capacity 2 --replays 2 --mix-env-ratio 0.25 --max-new-tokens 32 '
          '--eval-policy 0 --eval-env 0 --save-every 2 --baseline-type ema --kl-control adaptive').split()
 KINDS = [], ['--normalize-rewards']    # credit by part, and by whole answers with a running scale
-CLOCKS = {'time', 'seconds', 'step_time', 'gen_seconds', 'perf/gen_tok_s', 'perf/train_tok_s', 'perf/mfu'}
+CLOCKS = {'time', 'seconds', 'step_time', 'gen_seconds', 'perf/gen_tok_s', 'perf/train_tok_s', 'perf/mfu', 'perf/memory_gb'}
 
 
 def train(folder, flags):

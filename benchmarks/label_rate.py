@@ -1,8 +1,8 @@
 """Does `rookworld label` keep engines as busy as they can be?
 
-    python benchmarks/label_rate.py --positions 5000 --nodes 200 --processes 2 --repeats 3
+    python benchmarks/label_rate.py --positions 5000 --nodes 200 --workers 2 --repeats 3
 
-Labels positions of random games with --processes processes, and has the same engine search the same positions with nothing around it: each
+Labels positions of random games with --workers processes, and has the same engine search the same positions with nothing around it: each
 process writes `ucinewgame`, `position` and `go nodes` and reads to `bestmove`. The two are interleaved. Printed: positions per second of wall time,
 and per second of CPU time of all processes and engines together, which says what the work costs on a machine that has other work too.
 """
@@ -58,18 +58,18 @@ def timed(work):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for name, default in (('positions', 5000), ('nodes', 200), ('processes', 2), ('repeats', 3)): parser.add_argument(f'--{name}', type=int, default=default)
+    for name, default in (('positions', 5000), ('nodes', 200), ('workers', 2), ('repeats', 3)): parser.add_argument(f'--{name}', type=int, default=default)
     o = parser.parse_args()
     fens = random_games(o.positions)
 
     def engines():
-        with ProcessPoolExecutor(o.processes, get_context('spawn')) as pool:
-            list(pool.map(bare, [fens[n::o.processes] for n in range(o.processes)], [o.nodes]*o.processes))
+        with ProcessPoolExecutor(o.workers, get_context('spawn')) as pool:
+            list(pool.map(bare, [fens[n::o.workers] for n in range(o.workers)], [o.nodes]*o.workers))
 
     def label():
         with tempfile.TemporaryDirectory() as folder:
             Path(folder, 'in.txt').write_text('\n'.join(fens))
-            assert label_files(Labelling(f'{folder}/out.txt', 8*o.processes, o.nodes), [f'{folder}/in.txt'], o.processes)['lines'] == len(fens)
+            assert label_files(Labelling(f'{folder}/out.txt', 8*o.workers, o.nodes), [f'{folder}/in.txt'], o.workers)['lines'] == len(fens)
     found = {'engines': [], 'label': []}
     for _ in range(o.repeats):
         for name, work in (('engines', engines), ('label', label)):

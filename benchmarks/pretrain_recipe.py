@@ -111,16 +111,16 @@ def main():
     options.add_argument('--lr', type=float, default=PretrainConfig.lr, help='peak learning rate')
     options.add_argument('--seeds', type=int, default=2, help='runs of each arm')
     options.add_argument('--moves', type=int, default=3000, help='A: moves kept apart')
-    options.add_argument('--processes', type=int, default=2, help='runs side by side')
+    options.add_argument('--workers', type=int, default=2, help='runs side by side')
     options.add_argument('--csv', type=Path, help='table to write')
     options = options.parse_args()
     if unknown := set(options.arms) - set(ARMS): raise SystemExit(f'{", ".join(unknown)}: valid are {", ".join(ARMS)}')
-    config = PretrainConfig(steps=options.steps, lr=options.lr, model=options.model, shards=60, seed=12, threads=1, bf16=True, processes=options.processes)
+    config = PretrainConfig(steps=options.steps, lr=options.lr, model=options.model, shards=60, seed=12, threads=1, bf16=True, workers=options.workers)
     arms = options.arms or [*ARMS]
     for best_first in {ARMS[arm][0].get('best_first', True) for arm in arms}:    # before anybody works side by side
         prepare(with_rows(dataclasses.replace(config, best_first=best_first), options.folder), board_tokenizer())
     jobs = [(arm, seed) for seed in range(1, options.seeds + 1) for arm in arms]
-    with ProcessPoolExecutor(options.processes, multiprocessing.get_context('spawn'), end_with_starter) as pool:
+    with ProcessPoolExecutor(options.workers, multiprocessing.get_context('spawn'), end_with_starter) as pool:
         futures = [pool.submit(one_run, config, arm, seed, options.folder, options.moves) for arm, seed in jobs]
         for future in futures:
             table = future.result()

@@ -233,7 +233,7 @@ def check_row(
 
 
 def score(
-    *files: str,                         # files of JSON lines {prompt, completion[, target]}; none: standard input
+    *files: str,                         # JSON lines {prompt, completion[, target]}, of A: without; none: stdin
     config,                              # what was given of a rewards.RewardConfig, one flag each
     engine: bool = False,                # ask Stockfish about P: prompts without a target
     nodes: int | None = None,            # Stockfish's search limit per position, with --engine; none: 10,000 nodes
@@ -315,14 +315,14 @@ def label(
     *fens: str,                          # FENs, P: prompts, lines of `rookworld positions`; none: stdin, or --input
     input: tuple[str, ...] = (),         # files of such lines, plain or .gz, or folders of them, for jobs of any size
     output: Path | None = None,          # file to add to, leaving what it has; a new one with --input; none: stdout
-    shards: int | None = None,           # of --input: pieces that the processes take in turn; none: 64
-    processes: int = 1,                  # Stockfish processes side by side
+    shards: int | None = None,           # of --input: pieces that the workers take in turn; none: 64
+    workers: int = 1,                    # processes side by side, each with an engine
     nodes: int = 10_000,                 # search limit per position, nodes; as the shipped labels have
     seed: int = 0,                       # of the order of the moves in a line
     padded: bool = True,                 # fixed-width fields, as in the public data
     stockfish_path: str | None = None,   # the executable; none looks for it
 ) -> None:
-    "Write a P: line with Stockfish's five best moves for every position; killed, the same command goes on."
+    "Write a P: line with Stockfish's five best moves for every position with two legal moves or more; resumable."
     from rookworld_nb.labels import Labelling, label_files, policy_line
     from rookworld_nb.positions import locked
     from rookworld_nb.rules import PATIENCE, StockfishPool
@@ -330,12 +330,12 @@ def label(
     if input:
         pieces = Labelling.shards if shards is None else shards
         job = Labelling(str(output), pieces, nodes, seed, padded, stockfish_path)
-        return emit(label_files(job, input, processes))
+        return emit(label_files(job, input, workers))
     if shards is not None: raise UsageError(f'--shards {shards}: only with --input')
-    at_least_one(processes=processes)
+    at_least_one(workers=workers)
     if output: check_output(output)
     wanted = positions_of(input_lines(fens, 'FENs'), 'position' if fens else 'standard input, line')
-    with StockfishPool(processes, path=stockfish_path, nodes=nodes) as pool, ExitStack() as stack:
+    with StockfishPool(workers, path=stockfish_path, nodes=nodes) as pool, ExitStack() as stack:
         logger.info('Engine: %s, %d nodes a position', pool.engines[0].name, nodes)    # finds out whether it answers
         if output and not stack.enter_context(locked(output)):
             raise UsageError(f'--output {output}: another command is at work on it')
@@ -344,7 +344,7 @@ def label(
         if known := sum(fen in done for fen in wanted):
             logger.info('%d of %d positions are in %s already, and stay as they are', known, len(wanted), output)
         with open(output, 'a', encoding='utf-8') if output else nullcontext(sys.stdout) as file:
-            for part in answered(pool, todo, 16*processes, min(PATIENCE, len(wanted))):
+            for part in answered(pool, todo, 16*workers, min(PATIENCE, len(wanted))):
                 for fen, candidates in part: file.write(policy_line(fen, candidates, seed, padded) + '\n')
                 file.flush()
     if single := sum(moves < 2 for moves in wanted.values()):

@@ -6,7 +6,7 @@
 __all__ = ['BY_SIZE', 'OPEN', 'SMALL', 'CREDITS', 'Part', 'LEAST', 'OF_THE_GROUP', 'NEEDS', 'CHOICES', 'PRESETS', 'NOT_REPEATED',
            'FREE', 'MOVABLE', 'RunError', 'PromptOptions', 'RewardOptions', 'UpdateOptions', 'part_of', 'trainer_part',
            'collector_part', 'buffer_part', 'reward_part', 'typed', 'whole_answers', 'check_kinds', 'idle_flags',
-           'check_flags', 'TrainConfig', 'nano', 'rtx4090', 'emergency', 'repeated_settings']
+           'odd_flags', 'check_flags', 'TrainConfig', 'nano', 'rtx4090', 'emergency', 'repeated_settings']
 
 # %% ../nbs/27_config.ipynb #12bfd9f0
 import math
@@ -108,7 +108,7 @@ class UpdateOptions:
     kl_unbiased: bool = True          # weigh the KL of a token by its ratio
     kl_in_reward: bool = False        # subtract the KL (kl1) from the rewards instead of adding it to the loss
     kl_control: str = 'fixed'         # of kl_coef: fixed | adaptive
-    kl_target: float = 0.05           # KL that the adaptive control aims at, nats per token
+    kl_target: float = 0.05           # KL that --kl-control adaptive aims at, nats per token
     kl_warmup_steps: int = 0          # number of first steps in which kl_coef is multiplied by kl_warmup_factor
     kl_warmup_factor: float = 0.0     # what kl_coef is multiplied by in the first kl_warmup_steps steps
     kl_divergence_threshold: float | None = 0.5  # mean KL, nats per token, above which a run has failed; none: no limit
@@ -211,7 +211,7 @@ LEAST = {'steps': 1, 'batch_positions': 1, 'replays': 1, 'eval_every': 1, 'save_
          'eval_policy': 0, 'eval_env': 0, 'answer_positions': 1, 'easy_first': 0}
 OF_THE_GROUP = ('baseline_type', 'scale_rewards', 'drop_tied')    # of no use to a critic
 NEEDS = {'gamma': 'use_gae', 'gae_lambda': 'use_gae', 'value_loss_coef': 'use_gae', 'answer_positions': 'answer_coef',
-         'kl_warmup_factor': 'kl_warmup_steps', 'normalize_momentum': 'normalize_rewards',
+         'normalize_momentum': 'normalize_rewards',
          'normalize_floor': 'normalize_rewards', 'engine_cache': 'stockfish_path'}    # of no use without
 CHOICES = {'credit': (None, *CREDITS), 'baseline_type': BASELINES, 'reward_shaping': get_args(Shaping)}
 
@@ -225,8 +225,6 @@ def idle_flags(
              if config.use_gae and values[name] != getattr(TrainConfig, name)}
     wrong |= {name: f'of no use without --{flag.replace("_", "-")}' for name, flag in NEEDS.items()
               if not values[flag] and values[name] != getattr(TrainConfig, name)}
-    if config.kl_target != TrainConfig.kl_target and config.kl_control == 'fixed' and config.kl_spike_factor is None:
-        wrong['kl_target'] = 'of no use without --kl-control adaptive or --kl-spike-factor'
     if config.fresh_share != TrainConfig.fresh_share and config.buffer_capacity == 1:
         wrong['fresh_share'] = 'of no use without --buffer-capacity of at least 2: only a buffer with room mixes'
     if not config.kl_unbiased and config.kl_estimator in EXACT_KL:
@@ -247,9 +245,21 @@ def idle_flags(
     if config.mix_env_ratio == 1:
         idle = [name for name in ('easy_first', 'stockfish_path') if values[name]]
         wrong |= dict.fromkeys(idle, 'of no use with --mix-env-ratio 1, without a P: prompt')
-    if config.kl_warmup_factor == 0 and config.kl_warmup_steps >= config.steps:
-        wrong['kl_warmup_steps'] = f'the KL would weigh nothing in all of --steps {config.steps}'
     return wrong
+
+# %% ../nbs/27_config.ipynb #e8c2d34d
+def odd_flags(
+    config: 'TrainConfig',  # what is asked for
+) -> dict[str, str]:        # field -> what is odd about it
+    "Settings of the KL that a run accepts, and that its plan speaks of: they act in longer runs, or beside others."
+    odd = {}
+    if config.kl_target != TrainConfig.kl_target and config.kl_control == 'fixed' and config.kl_spike_factor is None:
+        odd['kl_target'] = 'acts only with --kl-control adaptive or --kl-spike-factor'
+    if config.kl_warmup_factor != TrainConfig.kl_warmup_factor and not config.kl_warmup_steps:
+        odd['kl_warmup_factor'] = 'acts only with --kl-warmup-steps'
+    if config.kl_coef != 0 and config.kl_warmup_factor == 0 and config.kl_warmup_steps >= config.steps:
+        odd['kl_warmup_steps'] = f'the KL weighs nothing in all of --steps {config.steps}'
+    return odd
 
 # %% ../nbs/27_config.ipynb #7d57c28e
 def check_flags(

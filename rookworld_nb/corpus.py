@@ -129,11 +129,11 @@ def whole_shard(
     return samples
 
 # %% ../nbs/15_corpus.ipynb #ab80d5aa
-def _make_shards(paths: list[Path], make, processes: int) -> list[Path]:
+def _make_shards(paths: list[Path], make, workers: int) -> list[Path]:
     "Call make(number) for every shard that is not there yet, in several processes."
     missing = [number for number, path in enumerate(paths) if not path.exists()]
     if not missing: return paths
-    with ProcessPoolExecutor(processes, multiprocessing.get_context('spawn'), end_with_starter) as pool:
+    with ProcessPoolExecutor(workers, multiprocessing.get_context('spawn'), end_with_starter) as pool:
         jobs, before = [pool.submit(make, number) for number in missing], len(paths) - len(missing)
         progress = Progress(len(paths), before)
         try:
@@ -142,7 +142,7 @@ def _make_shards(paths: list[Path], make, processes: int) -> list[Path]:
                 logger.info('%s: %s', paths[0].parent.name, progress(done))
         except BrokenProcessPool:
             raise CorpusError('a process that makes data was killed, perhaps for its memory; the same command goes '
-                                'on from here, with fewer --processes if it happens again') from None
+                                'on from here, with fewer --workers if it happens again') from None
         except BaseException:
             pool.shutdown(cancel_futures=True)    # else the rest would be made first
             raise
@@ -155,7 +155,7 @@ def make_policy_data(
     size: int = 2000,     # positions in a shard
     nodes: int = 1000,    # Stockfish's node limit a position
     seed: int = 0,        # with the shard's number it decides everything
-    processes: int = 2,   # engines at work side by side
+    workers: int = 2,     # processes side by side, each with an engine
     mate_share: float = 0.,  # positions with a mate in one to search for, as a share of all
     stockfish_path: str | None = None,  # the executable; None: find_stockfish
 ) -> list[Path]:  # the shards in order
@@ -167,7 +167,7 @@ def make_policy_data(
         with Stockfish(stockfish_path, nodes) as asked: engine['engine'] = asked.name
     _same_settings(folder, 'policy', policy_shard=size, nodes=nodes, seed=seed, mate_share=mate_share, **engine)
     return _make_shards(shards, functools.partial(_policy_shard, folder=folder, size=size, nodes=nodes, seed=seed,
-                                                  mate_share=mate_share, stockfish_path=stockfish_path), processes)
+                                                  mate_share=mate_share, stockfish_path=stockfish_path), workers)
 
 # %% ../nbs/15_corpus.ipynb #db55d365
 def env_sample(
@@ -316,7 +316,7 @@ def bare_capture(
 #: Share of each kind that is searched for; the rest is any move, one in sixteen of them a check, a promotion or rarer.
 ENV_SHARES = {'illegal': .12, 'mate': .12, 'check': .10, 'draw': .10,
               'castling': .03, 'en_passant': .03, 'promotion': .04}
-MOST_LOOKS = 20_000  # positions looked at for one move of a kind; three in five have a check, one in 25 or so a promotion
+MOST_LOOKS = 20_000  # positions looked at for one move of a kind; three in five have a check, one in 25 a promotion
 
 
 def find_kind(
@@ -405,13 +405,13 @@ def make_env_data(
     n_shards: int,        # how many shards there shall be
     size: int = 800,      # samples in a shard
     seed: int = 0,        # with the shard's number it decides everything
-    processes: int = 2,   # workers side by side
+    workers: int = 2,     # processes side by side
 ) -> list[Path]:  # the shards in order
     "Make A: samples; shards that exist are kept, and CorpusError where other settings made them."
     folder = Path(folder)
     _same_settings(folder, 'env', env_shard=size, seed=seed)
     return _make_shards([folder/f'env-{number:04d}.txt' for number in range(n_shards)],
-                        functools.partial(_env_shard, folder=folder, size=size, seed=seed), processes)
+                        functools.partial(_env_shard, folder=folder, size=size, seed=seed), workers)
 
 # %% ../nbs/15_corpus.ipynb #7c1d90e2
 VERDICTS = 24    # moves that a row of verdicts judges

@@ -25,7 +25,8 @@ from tokenizers import Tokenizer
 from .model import GPT
 from .positions import OUTCOMES, Sample, outcome
 from .ranks import ALONE, Ranks
-from .rewards import PolicyTruth, RewardScorer, RewardTerms, find_truth, read_env, read_policy
+from .rewards import (
+    PolicyTruth, RewardScorer, RewardTerms, find_truth, legal_fraction, read_env, read_policy)
 from .rules import EnvStep
 from .sampling import sample as sample_group
 from .tasks import ANSWER_TOKENS, MAX_MOVES, parse_env, parse_policy
@@ -115,7 +116,7 @@ def policy_metrics(
     return {
         'parsed': float(bool(answer.moves and answer.evals and answer.best)),
         'right_count': float(len(answer.moves) == len(answer.evals) == possible),
-        'legal_fraction': sum(move in truth.legal for move in answer.moves)/max(1, len(answer.moves)),
+        'legal_fraction': legal_fraction(answer, truth),
         'distinct_legal': len(truth.legal.intersection(moves))/possible,
         'top5_overlap': len(hits)/len(truth.pawns),
         'eval_error': math.fsum(errors)/len(errors) if errors else math.nan,    # exact: a set has no order

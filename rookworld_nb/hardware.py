@@ -7,8 +7,9 @@ __all__ = ['PRECISIONS', 'COMPILE_MODES', 'logger', 'CGROUPS', 'SIZES', 'OUT_OF_
            'matmul_error', 'exact_precision', 'forward_operations', 'group_operations', 'product_rate', 'measured_rate',
            'set_allocator', 'prepare_model', 'check_compiler', 'container_groups', 'container_cpus', 'machine_name',
            'use_hardware', 'KeptForBackward', 'Kept', 'tensor_bytes', 'kv_cache_bytes', 'adam_bytes', 'proc_bytes',
-           'container_room', 'trim_memory', 'reset_peak', 'peak_memory', 'total_memory', 'MemoryProfile', 'profile_of',
-           'is_out_of_memory', 'completes', 'memory_limit', 'unchanged', 'BatchSearch', 'search_batch', 'profile_lines']
+           'container_room', 'trim_memory', 'reset_peak', 'peak_memory', 'total_memory', 'memory_metric',
+           'MemoryProfile', 'profile_of', 'is_out_of_memory', 'completes', 'memory_limit', 'unchanged', 'BatchSearch',
+           'search_batch', 'profile_lines']
 
 # %% ../nbs/11_hardware.ipynb #93a7b872
 import ctypes
@@ -375,6 +376,14 @@ def total_memory(
     if torch.device(device).type == 'cuda':
         return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
     return int(min(proc_bytes('MemAvailable', '/proc/meminfo'), container_room())) + proc_bytes('VmRSS')
+
+# %% ../nbs/11_hardware.ipynb #f2a080af
+def memory_metric(
+    device: torch.device | str,  # cpu, cuda or another
+) -> dict[str, float]:           # perf/memory_gb, 1e9 bytes; nothing where the system does not say it
+    "The same as a metric of a run."
+    try: return {'perf/memory_gb': peak_memory(device)/1e9}
+    except HardwareError: return {}
 
 # %% ../nbs/11_hardware.ipynb #37f6dc62
 @dataclass(frozen=True)

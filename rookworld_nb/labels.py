@@ -207,14 +207,14 @@ def end_with_starter() -> None:
 def label_worker(
     job: Labelling,  # cut
     number: int,     # of this process, from 0
-    processes: int,  # beside each other
+    workers: int,    # beside each other
 ) -> None:
     "Take shards in turn until all are done."
     if parent_process(): end_with_starter()
-    first = number*job.shards//processes
+    first = number*job.shards//workers
     order = [(first + n)%job.shards for n in range(job.shards)]
     if not lockable(job.place('lock', job.shards + number)):    # then each keeps to shards of its own
-        order = order[:(number + 1)*job.shards//processes - first]
+        order = order[:(number + 1)*job.shards//workers - first]
     try:
         with Stockfish(job.stockfish_path, nodes=job.nodes) as engine:
             while left := [shard for shard in order if not job.place('done', shard).exists()]:
@@ -301,11 +301,11 @@ def undone_of(
     return [n for n in range(job.shards) if not job.place('done', n).exists()]
 
 
-def _watch(job: Labelling, workers: list) -> None:
+def _watch(job: Labelling, processes: list) -> None:
     "Wait for the workers, and say now and then how far they are."
     done = lambda: sum(1 for _ in job.folder.glob('done-*'))
     progress, said = Progress(job.shards, done()), done()
-    while alive := [worker.sentinel for worker in workers if worker.is_alive()]:
+    while alive := [process.sentinel for process in processes if process.is_alive()]:
         wait(alive, timeout=10.)
         if (now := done()) > said: logger.info('shards: %s', progress(said := now))
 
@@ -313,11 +313,11 @@ def _watch(job: Labelling, workers: list) -> None:
 def label_files(
     job: Labelling,          # new, or begun and killed
     sources: Sequence[str],  # files of positions, as for `fen_in`, or folders of them
-    processes: int = 1,      # each with an engine of its own
+    workers: int = 1,        # processes, each with an engine of its own
 ) -> dict[str, int]:         # of `merge_shards`
     "Label files of positions; started again after a kill, the job is resumed."
-    if processes < 1:
-        raise LabelError(f'--processes {processes}: must be at least 1')
+    if workers < 1:
+        raise LabelError(f'--workers {workers}: must be at least 1')
     output, gone = Path(job.output), Path(f'{job.folder}.done')
     paths = [path for source in sources for path in data_files(source)]
     with Stockfish(job.stockfish_path, nodes=job.nodes) as engine: name = engine.name    # none: before anything is made
@@ -333,11 +333,11 @@ def label_files(
         cut_inputs(job, paths, name)
         logger.info('Engine: %s, %d nodes a position', name, job.nodes)
         spawn = get_context('spawn')
-        workers = [spawn.Process(target=label_worker, args=(job, n, processes)) for n in range(processes)]
+        processes = [spawn.Process(target=label_worker, args=(job, n, workers)) for n in range(workers)]
         try:
-            for worker in workers: worker.start()
-            _watch(job, workers)
-        finally: stop(workers)
+            for process in processes: process.start()
+            _watch(job, processes)
+        finally: stop(processes)
         if undone := undone_of(job):
             raise LabelError(f'{len(undone)} of {job.shards} shards are not done; the same command goes on from here')
         return merge_shards(job)

@@ -6,8 +6,9 @@
 __all__ = ['Range', 'TOLERANCE', 'REWARD_METRICS', 'COMPLETION_METRICS', 'UPDATE_METRICS', 'RUN_METRICS', 'METRICS', 'COLOURS',
            'INK', 'MUTED', 'FAINT', 'BLUE', 'ORANGE', 'BAND', 'LIGHT_COLOURS', 'STYLE', 'PANELS', 'MetricError',
            'Metric', 'registry', 'name_pattern', 'metric_for', 'range_text', 'Light', 'light_of', 'numbers_of',
-           'lights', 'gravest', 'overall', 'simulated_run', 'Picture', 'Panel', 'column', 'smooth', 'view_limits',
-           'dress', 'Chart', 'Curves', 'plot_curves', 'values_of', 'console_line', 'task_means', 'health_report']
+           'lights', 'gravest', 'overall', 'simulated_run', 'palette_png', 'Picture', 'Panel', 'column', 'smooth',
+           'view_limits', 'dress', 'Chart', 'Curves', 'plot_curves', 'values_of', 'console_line', 'task_means',
+           'health_report']
 
 # %% ../nbs/20_monitor.ipynb #c87cb6a9
 import math
@@ -114,7 +115,7 @@ UPDATE_METRICS = (
     Metric('ratio_max', 'max_t w, w = exp(logp - old_logp)', 'ratio', 'grpo', (0, 10), (0, 100),
            if_high='some token is many times likelier than when it was sampled: stale rollouts or a mismatch'),
     Metric('answers_wrong', 'mean of 1 - p over the right A: answers', 'share', 'trainer', optional=True),
-    Metric('value_loss', 'mean_t (V - return)^2 / 2', '1', 'grpo', optional=True),
+    Metric('value_loss', 'mean_t (V - return)^2 / 2', '1', 'credit', optional=True),
     Metric('explained_variance', '1 - var(return - V) / var(return)', 'share', 'trainer', optional=True),
     Metric('kl_penalty', 'mean of what was taken from a reward for its KL', 'reward', 'buffer', optional=True),
     Metric('kl_coef', 'weight of the KL in the loss or in the reward', '1', 'kl'))
@@ -143,6 +144,7 @@ RUN_METRICS = (
     Metric('perf/train_tok_s', 'trained tokens / update time', 'tokens/s', 'trainer', optional=True),
     Metric('perf/mfu', 'operations that an update needs / possible in its time at the rate of large matrix products',
            'share', 'trainer', optional=True),
+    Metric('perf/memory_gb', 'most memory so far, of the GPU or else of the process', 'GB', 'trainer', optional=True),
     Metric('eval/<name>', 'held-out measurement', 'various', 'evaluate', optional=True))
 
 
@@ -286,13 +288,14 @@ def simulated_run(
                'task_P/fraction': .8, 'task_P/reward': reward - .06 + noise(.01),
                'task_A/reward': reward + .24 + noise(.015),
                'rewards/P_format/mean': share(.96 + .03*learned - .2*late + noise(.005)),
+               'rewards/P_legal_fraction/mean': share(.9 + .06*learned - .15*late),
                'kl': kl, 'kl_95pct': 3.8*kl, 'kl_coef': .02,
                'entropy': max(.001, (1.5 - .4*learned)*math.exp(-.9*sick) + noise(.02)),
                'clip_ratio/region_mean': again*share(.05 + .15*sick + noise(.01)),
                'ratio_max': 1 + again*(1.6*math.exp(.8*sick) - 1 + noise(.05)),
                'completions/mean_length': 38 + noise(1), 'completions/clipped_ratio': share(.01 + .3*late),
                'grad_norm': .8*math.exp(.6*sick) + abs(noise(.1)), 'learning_rate': 1e-4, 'num_tokens': 5000*step,
-               'perf/gen_tok_s': 5200 + noise(150), 'perf/train_tok_s': 8300 + noise(200)}
+               'perf/gen_tok_s': 5200 + noise(150), 'perf/train_tok_s': 8300 + noise(200), 'perf/memory_gb': .9}
 
 # %% ../nbs/20_monitor.ipynb #6b406949
 INK, MUTED, FAINT, BLUE, ORANGE, BAND = '#1f2933', '#7b8794', '#e4e7eb', '#2563a8', '#d9822b', '#7ea3cc'
@@ -304,6 +307,15 @@ STYLE = {'font.size': 8.5, 'text.color': INK, 'axes.labelcolor': MUTED, 'axes.ed
          'xtick.major.size': 0, 'ytick.major.size': 0, 'xtick.labelsize': 8, 'ytick.labelsize': 8,
          'lines.linewidth': 1.7, 'lines.solid_capstyle': 'round', 'figure.facecolor': 'white', 'figure.dpi': 100,
          'savefig.dpi': 'figure'}
+
+
+def palette_png(
+    pixels: Image.Image,  # of a picture
+) -> bytes:
+    """A PNG in 256 colours: less than half the usual size, hardly a difference to the eye."""
+    buffer = BytesIO()
+    pixels.convert('RGB').quantize(256, Image.Quantize.MAXCOVERAGE, kmeans=1).save(buffer, 'png')
+    return buffer.getvalue()
 
 
 class Picture(Figure):
@@ -326,12 +338,10 @@ class Picture(Figure):
         with rc_context(STYLE): return list(self.subplots(rows, columns, squeeze=False, sharey=sharey).flat)
 
     def _repr_png_(self) -> bytes:
-        """The picture as PNG bytes in 256 colours: less than half the usual size, hardly a difference to the eye."""
+        """The picture as PNG bytes."""
         with rc_context(STYLE): self.canvas.draw()
-        pixels = Image.frombytes('RGBA', self.canvas.get_width_height(), self.canvas.buffer_rgba().tobytes())
-        buffer = BytesIO()
-        pixels.convert('RGB').quantize(256, Image.Quantize.MAXCOVERAGE, kmeans=1).save(buffer, 'png')
-        return buffer.getvalue()
+        size = self.canvas.get_width_height()
+        return palette_png(Image.frombytes('RGBA', size, self.canvas.buffer_rgba().tobytes()))
 
 # %% ../nbs/20_monitor.ipynb #9164737f
 @dataclass(frozen=True)
@@ -349,12 +359,15 @@ PANELS = (
     Panel('Reward', (('reward', 'mean', BLUE), ('task_A/reward', 'environment', ORANGE)), judged='reward',
           band=('reward_25pct', 'reward_75pct')),
     Panel('Policy reward', (('task_P/reward', '', BLUE),), 'mean of P:'),
+    Panel('Legal moves', (('rewards/P_legal_fraction/mean', '', BLUE),), 'of those listed'),
     Panel('KL', (('kl', 'mean', BLUE), ('kl_95pct', '95th percentile', ORANGE)), 'nats/token', 'kl', view=(0, .1)),
     Panel('Clip fraction', (('clip_ratio/region_mean', '', BLUE),), 'of tokens', 'clip_ratio/region_mean',
           view=(0, .1)),
     Panel('Entropy', (('entropy', '', BLUE),), 'nats/token', 'entropy', view=(0, 0)),
+    Panel('Tied groups', (('frac_reward_zero_std', '', BLUE),), 'of groups', 'frac_reward_zero_std', view=(0, .1)),
     Panel('Speed', (('perf/gen_tok_s', 'sampling', BLUE), ('perf/train_tok_s', 'training', ORANGE)), 'tokens/s',
-          view=(0, 0)))
+          view=(0, 0)),
+    Panel('Memory', (('perf/memory_gb', '', BLUE),), 'GB, the most so far', view=(0, 0)))
 
 # %% ../nbs/20_monitor.ipynb #2653fdf2
 def column(
@@ -475,9 +488,10 @@ def plot_curves(
     table: pd.DataFrame | Mapping[str, Sequence[float]],  # metrics by column
     kl_target: float | None = None,                       # marked in the KL panel, nats per token
 ) -> Picture:                                             # a matplotlib Figure that shows itself
-    """Draw a run: every panel with its healthy range as a band and in its title; `step` is a column or the index."""
+    """Draw a run: each panel that has something to show, its healthy range in green; `step` is a column or the index."""
     if isinstance(table, pd.DataFrame) and table.index.name == 'step': table = table.reset_index()
-    return Curves(kl_target=kl_target).update(table).figure
+    measured = lambda panel: any(np.isfinite(column(table, name)).any() for name, _, _ in panel.lines)
+    return Curves([*filter(measured, PANELS)] or PANELS[:1], kl_target=kl_target).update(table).figure
 
 # %% ../nbs/20_monitor.ipynb #1cd43d63
 def values_of(

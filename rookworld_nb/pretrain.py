@@ -261,7 +261,7 @@ def board_init_(
 
 # %% ../nbs/16_pretrain.ipynb #3133d876
 COUNTS = ('steps', 'shards', 'policy_shard', 'env_shard', 'nodes', 'n_layer', 'n_head', 'n_embd', 'batch_tokens',
-          'batches_per_step', 'warmup_steps', 'processes', 'threads', 'save_every')
+          'batches_per_step', 'warmup_steps', 'workers', 'threads', 'save_every')
 
 
 def check_pretrain(
@@ -308,7 +308,7 @@ class PretrainConfig:
     stockfish_path: str | None = None  # the executable; none: looked for
     model: str | None = None   # start from its weights: nano, or a folder; none: from random ones
     seed: int = 0              # of data, order and random weights
-    processes: int = 2         # workers that make data
+    workers: int = 2           # processes that make data
     threads: int = 2           # threads that train
     save_every: int = 250      # steps between checkpoints
 
@@ -517,7 +517,7 @@ def _load_checkpoint(path: Path, config: PretrainConfig) -> dict:
     except Exception as error:    # of the archive or of what is in it, several families
         raise PretrainError(f'{path}: damaged ({error}); without it the same command begins anew') from error
     free = ('steps', 'env_share', 'verdict_share',    # may change when a run is resumed: more steps, another mix
-            'output_dir', 'processes', 'threads', 'save_every', 'stockfish_path', 'exclude')    # exclude: by content
+            'output_dir', 'workers', 'threads', 'save_every', 'stockfish_path', 'exclude')    # exclude: by content
     before = state['config']
     if differing := [f'--{name.replace("_", "-")} {before.get(name)}, not {value}'
                      for name, value in asdict(config).items() if name not in free and before.get(name) != value]:
@@ -591,9 +591,9 @@ def prepare(
     cache, made_of = folder/'rows.npz', fingerprint_of(config)
     if kept := kept_rows(cache, made_of): return kept
     train_files, held_files = (
-        make_policy_data(folder/name, shards, config.policy_shard, config.nodes, seed, config.processes, mate_share,
+        make_policy_data(folder/name, shards, config.policy_shard, config.nodes, seed, config.workers, mate_share,
                          config.stockfish_path)
-        + make_env_data(folder/name, shards, config.env_shard, seed, config.processes)
+        + make_env_data(folder/name, shards, config.env_shard, seed, config.workers)
         for name, shards, seed, mate_share in (('data', config.shards, config.seed, config.mate_share),
                                                ('prompts', HELD_SHARDS, config.seed + 1, 0.)))
     held, rare = [sample for file in held_files for sample in whole_shard(file)], make_stress(held_files)

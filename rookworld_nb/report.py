@@ -35,6 +35,7 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap
 from matplotlib.ticker import MaxNLocator
+from PIL import Image
 
 from . import __version__
 from .boards import pick_rows
@@ -43,7 +44,7 @@ from .evaluate import ROUNDING, TASK_METRICS, student_t
 from .flags import as_text, words_of
 from .monitor import (
     BAND, BLUE, COLOURS, FAINT, INK, LIGHT_COLOURS, MUTED, ORANGE, STYLE, Curves, Light, Panel, Picture, column, dress,
-    gravest, lights, metric_for, numbers_of, plot_curves, view_limits)
+    gravest, lights, metric_for, numbers_of, palette_png, plot_curves, view_limits)
 from .positions import spread
 from .records import TABLE_COLUMNS, metric_rows, plain, read_completions, write_atomic
 from .rewards import default_reward
@@ -580,11 +581,11 @@ DOTS = 150  # of a picture on the page, per inch
 def png_of(
     picture: Picture,  # any
 ) -> bytes:
-    "A picture fine enough for paper, in full colour."
+    "A picture fine enough for paper."
     file = BytesIO()
     with rc_context(STYLE):
         picture.savefig(file, format='png', dpi=DOTS)
-    return file.getvalue()
+    return palette_png(Image.open(file))
 
 
 @rc_context({'text.parse_math': False})    # a $ in a name is a $
@@ -761,7 +762,7 @@ def course_section(
     words = {
         'curves': 'Each step pale, the trend in full colour, the healthy range in green; the dot is the last light.',
         'bands': 'Every step as measured: the middle half of the rewards, and the middle 90 % of the KL of the tokens.',
-        'task_P': 'The reward of policy completions, and each of its parts.',
+        'task_P': 'The reward of policy completions, each of its parts, and the share of legal moves, which is none.',
         'task_A': 'The reward of environment completions, and each of its parts.',
         'looks': 'Greedy answers to held-out prompts, every few steps. Dashed: before the first step.',
         'distributions': 'The first batch that was written down, in grey, and the last. Dashed: the means.'}

@@ -5,13 +5,13 @@
 # %% auto #0
 __all__ = ['Shaping', 'ADDITIVE', 'Scaling', 'RANGES', 'POSITIVE', 'CURVES', 'PARTS', 'SETTINGS', 'COLUMNS', 'GRADES',
            'ALL_RIGHT', 'logger', 'RewardConfigError', 'is_inside', 'RewardTerms', 'RewardConfig', 'check_config',
-           'scale_score', 'PolicyTruth', 'policy_format', 'candidate_gains', 'candidates_score', 'eval_gains',
-           'evals_score', 'best_score', 'env_scores', 'Judged', 'read_policy', 'read_env', 'judge_policy', 'judge_env',
-           'judge', 'ladder_rung', 'shape_reward', 'MissingTarget', 'BadScores', 'refuse_lost', 'BadTarget',
-           'EngineSilent', 'Analyser', 'stored_truth', 'check_rows', 'rules_truth', 'engine_truth', 'find_truth',
-           'RunningNorm', 'running_norms', 'blend_shares', 'component_row', 'component_table', 'engine_questions',
-           'Scores', 'PatientEngine', 'find_truths', 'judge_rows', 'default_reward', 'name_of', 'call_reward_fn',
-           'plain_rewards', 'final_rewards', 'RewardScorer']
+           'scale_score', 'PolicyTruth', 'policy_format', 'legal_fraction', 'candidate_gains', 'candidates_score',
+           'eval_gains', 'evals_score', 'best_score', 'env_scores', 'Judged', 'read_policy', 'read_env', 'judge_policy',
+           'judge_env', 'judge', 'ladder_rung', 'shape_reward', 'MissingTarget', 'BadScores', 'refuse_lost',
+           'BadTarget', 'EngineSilent', 'Analyser', 'stored_truth', 'check_rows', 'rules_truth', 'engine_truth',
+           'find_truth', 'RunningNorm', 'running_norms', 'blend_shares', 'component_row', 'component_table',
+           'engine_questions', 'Scores', 'PatientEngine', 'find_truths', 'judge_rows', 'default_reward', 'name_of',
+           'call_reward_fn', 'plain_rewards', 'final_rewards', 'RewardScorer']
 
 # %% ../nbs/05_rewards.ipynb #b4f48dd3
 import copy
@@ -170,6 +170,14 @@ def policy_format(
     return sum((count > 0, len(answer.evals) > 0, answer.best is not None, answer.clean, fits))/5
 
 # %% ../nbs/05_rewards.ipynb #c46b4214
+def legal_fraction(
+    answer: PolicyAnswer,  # a parsed completion
+    truth: PolicyTruth,    # the position's facts
+) -> float:                # in [0, 1]; 0 if no move is listed
+    """Legal moves among those listed, repeats too: watched, never paid."""
+    return sum(move in truth.legal for move in answer.moves)/max(1, len(answer.moves))
+
+
 def candidate_gains(
     answer: PolicyAnswer,  # a parsed completion
     truth: PolicyTruth,    # the position's facts
@@ -250,7 +258,7 @@ def env_scores(
 # %% ../nbs/05_rewards.ipynb #42afad0b
 PARTS = {'P': ('format', 'candidates', 'evals', 'best'), 'A': ('format', 'fen', 'flags', 'reward_value')}
 SETTINGS = {'P': ('policy_format', *PARTS['P'][1:]), 'A': ('env_format', *PARTS['A'][1:])}  # as RewardConfig names them
-COLUMNS = ('task', *PARTS['P'], *PARTS['A'][1:], 'raw', 'reward')
+COLUMNS = ('task', *PARTS['P'], 'legal_fraction', *PARTS['A'][1:], 'raw', 'reward')
 
 
 class Judged(NamedTuple):
@@ -260,6 +268,7 @@ class Judged(NamedTuple):
     readable: bool            # P: a move, an evaluation and a best move were read; A: exactly the four fields, all read
     rungs: tuple[bool, ...]   # the three structural rungs of the ladder, lowest first
     truth: PolicyTruth | EnvStep | None = None  # what it was compared with
+    legal_fraction: float = math.nan  # P: legal moves among those listed, 0 if none; not paid for itself
 
 
 @lru_cache(maxsize=1024)
@@ -292,7 +301,8 @@ def judge_policy(
               evals_score(answer, truth, cfg), best_score(answer, truth, cfg))
     listed, legal = len(answer.moves), len(truth.legal.intersection(answer.moves))
     rungs = (legal > 0, len(answer.evals) > 0, min(legal, len(answer.evals)) > listed/2)
-    return Judged('P', scores, bool(answer.moves and answer.evals and answer.best), rungs, truth)
+    readable, fraction = bool(answer.moves and answer.evals and answer.best), legal_fraction(answer, truth)
+    return Judged('P', scores, readable, rungs, truth, fraction)
 
 
 def judge_env(
@@ -509,7 +519,8 @@ def component_row(
     blend = sum(score*share for score, (share, _) in zip(scores, terms))
     raw = min(1., round(blend, 12))    # .4 + .3 + .1 is .8, and earns what .8 earns
     absent = (math.nan,)*3
-    parts = (*scores, *absent) if judged.task == 'P' else (scores[0], *absent, *scores[1:])
+    others = (judged.legal_fraction, *absent)
+    parts = (*scores, *others) if judged.task == 'P' else (scores[0], *others, *scores[1:])
     return judged.task, *parts, raw, shape_reward(judged, raw, cfg)
 
 

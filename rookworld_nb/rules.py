@@ -294,7 +294,7 @@ def _open_database(path: Path) -> sqlite3.Connection:
 # %% ../nbs/03_rules.ipynb #18928485
 class AnalysisCache(_Closing):
     "Engine answers on disk, in one SQLite file that several threads and processes may share."
-
+    asked = found = 0    # lookups so far, and those that were answered
     def __init__(self,
         path: str | Path,  # the file; made on first use
     ):
@@ -314,6 +314,7 @@ class AnalysisCache(_Closing):
     ) -> tuple[Candidate, ...] | None:  # the stored answer, best first; None: not stored
         "Look an answer up."
         rows = self._execute('SELECT answer FROM analysis WHERE key = ?', (key,))
+        self.asked, self.found = self.asked + 1, self.found + len(rows)
         try: return tuple(Candidate(*line) for line in json.loads(rows[0][0])) if rows else None
         except (ValueError, TypeError) as error:
             raise CacheError(f"engine cache {str(self.path)!r}: damaged at {key!r}; remove the file") from error

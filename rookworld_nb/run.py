@@ -8,8 +8,8 @@ __all__ = ['logger', 'ENDINGS', 'SHOWN', 'WRITER', 'origin_of', 'run_state', 'me
            'interrupted_afterwards', 'terminated_as_interrupted', 'make_folder', 'alone_in', 'check_settled',
            'check_current', 'alone_and_current', 'writer_of', 'starting_config', 'Run', 'save_failed', 'next_row',
            'write_events', 'is_event', 'read_events', 'levers', 'move_lever', 'steer', 'cost_of', 'run_summary',
-           'finish', 'first_update_line', 'memory_in_words', 'examined', 'cut_off_line', 'follow', 'closing_table',
-           'made_writer', 'train']
+           'finish', 'first_update_line', 'memory_in_words', 'examined', 'cut_off_line', 'cache_words', 'follow',
+           'closing_table', 'made_writer', 'train']
 
 # %% ../nbs/31_run.ipynb #c51d5da5
 import gzip
@@ -596,6 +596,14 @@ def cut_off_line(
     if share <= .1: return ''
     return f'\n{share:.0%} of the answers are cut off at --max-new-tokens {most}, and mostly cannot be read'
 
+
+def cache_words(
+    run: Run,  # that has ended
+) -> str:  # empty without a cache
+    "What the cache has spared this process: answers from earlier runs, and those to repeated positions."
+    if (cache := run.engine and run.engine.cache) is None: return ''
+    return f', {cache.found:,} of {cache.asked:,} engine answers from {run.config.engine_cache}'
+
 # %% ../nbs/31_run.ipynb #91ce0b7f
 def follow(
     run: Run,                      # about to start, alone in its folder
@@ -619,7 +627,7 @@ def follow(
             raise
     cost = cost_of(run)
     say(f'{run.trainer.stop_reason}; {cost["completions"]:,} completions, {cost["num_tokens"]:,} tokens, '
-        f'{cost["seconds"]/60:.1f} minutes; run folder: {run.folder}')
+        f'{cost["seconds"]/60:.1f} minutes{cache_words(run)}; run folder: {run.folder}')
 
 # %% ../nbs/31_run.ipynb #d5273939
 #: Metrics of the closing table; the rest is in summary.json.

@@ -41,7 +41,7 @@ import numpy as np
 import pandas as pd
 import torch
 
-from .config import FREE, TrainConfig
+from .config import FREE, RunError, TrainConfig, odd_flags, typed
 from .evaluate import ROUNDING, Z95, evaluate, student_t, wilson_interval
 from .flags import UsageError, as_text, parse_value, words_of
 from .hardware import HardwareConfig
@@ -219,8 +219,12 @@ def trial_config(
     point: Mapping[str, Any] | None = None,  # name of a dimension -> value; None: only what they share
     **more: Any,     # where it is run
 ) -> TrainConfig:
-    "The configuration of a trial."
-    return TrainConfig(**{**search.given, 'output_dir': None} | settings_at(point or {}) | more)
+    "The configuration of a trial; RunError where a dimension would change nothing."
+    varied = settings_at(point or {})
+    config = TrainConfig(**{**search.given, 'output_dir': None} | varied | more)
+    for name, why in odd_flags(config).items():
+        if name in varied: raise RunError(f'{typed(name, varied[name])}: {why}')
+    return config
 
 
 def space_words(
@@ -229,7 +233,7 @@ def space_words(
     "The space of a study, chosen."
     return search.space or ('nano' if trial_config(search).model == 'nano' else 'grid',)
 
-
+# %% ../nbs/34_scale.ipynb #2a2a5901
 def check_search(
     search: Search,  # as given
 ) -> None:

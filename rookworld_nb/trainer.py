@@ -29,7 +29,7 @@ from .answers import Answers, answer_logprobs
 from .buffer import Experience, RolloutBuffer, check_reference, share_of, stack_rows
 from .credit import gae, place_rewards, value_loss
 from .grpo import IMPORTANCE_LEVELS, LOSS_TYPES, MissingInputError, count_items, grpo_loss
-from .hardware import group_operations, product_rate
+from .hardware import group_operations, memory_metric, product_rate
 from .kl import (
     EXACT_KL, KL_ESTIMATORS, KLConfig, KLController, SettingError,
     check_count, check_number, check_option, exact_kl, per_token_kl)
@@ -634,14 +634,15 @@ def speed(
     experience: Experience,  # of an update
     seconds: float,          # that it took
 ) -> dict[str, float]:       # metrics by name
-    "How fast an update was, and how busy it kept the machine: what it needed of what was possible."
+    "How fast an update was, how busy it kept the machine (what it needed of what was possible), and the memory in use."
     model, tokens = learning.model, items_of(experience, 'dapo')
     read = [part.rollouts for part in experience.parts]
     if learning.answers:
         read, tokens = [*read, learning.answers], tokens + int(learning.answers.completion_mask.sum())
     needed = 3*sum(group_operations(model.cfg, r.prompt_mask.sum(1), r.completion_mask.sum(1)) for r in read)
-    possible = learning.ranks.size*product_rate(model.wte.weight.device, model.bf16)
-    return {'perf/train_tok_s': tokens/max(seconds, 1e-9), 'perf/mfu': needed/possible/max(seconds, 1e-9)}
+    seconds, device = max(seconds, 1e-9), model.wte.weight.device
+    possible = learning.ranks.size*product_rate(device, model.bf16)*seconds
+    return {'perf/train_tok_s': tokens/seconds, 'perf/mfu': needed/possible, **memory_metric(device)}
 
 # %% ../nbs/19_trainer.ipynb #6c9e6eb4
 def update(

@@ -260,11 +260,11 @@ MISTAKES = [
     ('score --stockfish-path no/engine', ROW, ['no/engine']),
     ('label', '', ['no FENs']),
     ('label --output out.txt', 'hello', ['standard input, line 1', 'hello']),
-    ('label --processes 0', START, ['--processes', '0']),
+    ('label --workers 0', START, ['--workers', '0']),
     ('label --output out.txt', START + '\n' + START.replace('k', 'q'), ['standard input, line 2']),
     ('label --output out.txt', START + '\n' + START.rsplit(' ', 2)[0], ['standard input, line 2']),
     ('label --output out.txt.gz', START, ['out.txt.gz', 'a plain text file']),
-    ('label --output out.txt --processes 0', START, ['0']),
+    ('label --output out.txt --workers 0', START, ['0']),
     ('label --output out.txt --nodes -5', START, ['nodes', '-5']),
     ('label --output out.txt --stockfish-path no/engine', START, ['no/engine']),
     ('label --output no/folder/out.txt', START, ['no/folder']),
@@ -613,7 +613,7 @@ def test_score_keeps_rows_order_and_extra_keys(call):
     assert [row['reward'] for row in scored] == pytest.approx(expected.rewards.tolist(), abs=1e-6)
     assert {row['components']['task'] for row in scored} == {'P', 'A'}
     assert all(set(row['components']) == {'task', 'format', *parts, 'raw'} for row in scored
-               for parts in [('candidates', 'evals', 'best') if row['prompt'][0] == 'P' else ('fen', 'flags', 'reward_value')])
+               for parts in [('candidates', 'evals', 'best', 'legal_fraction') if row['prompt'][0] == 'P' else ('fen', 'flags', 'reward_value')])
 
 
 def test_score_reads_files_and_settings(call, cwd):
@@ -695,7 +695,7 @@ def test_label_resumes_after_a_torn_line(torn, call, fens, cwd):
     lines = whole.splitlines(keepends=True)
     (cwd/'half.txt').write_bytes(b''.join(lines[:17]) + lines[17][:torn])
     Engines.asked = 0
-    assert call('label', '--output', 'half.txt', '--processes', '3', stdin=text)[0] == 0
+    assert call('label', '--output', 'half.txt', '--workers', '3', stdin=text)[0] == 0
     assert (cwd/'half.txt').read_bytes() == whole and Engines.asked == 23
     assert call('label', '--output', 'half.txt', stdin=text)[0] == 0
     assert (cwd/'half.txt').read_bytes() == whole
@@ -789,7 +789,7 @@ def stockfish():
 @pytest.mark.stockfish
 def test_label_asks_the_real_engine(call, cwd, stockfish):
     mate_in_one = '6k1/5ppp/8/8/8/8/8/R5K1 w - - 0 1'
-    code, lines, _ = call('label', START, mate_in_one, '--processes', '2', '--nodes', '500')
+    code, lines, _ = call('label', START, mate_in_one, '--workers', '2', '--nodes', '500')
     assert code == 0 and lines[1].endswith('B: a1a8') and '999.99' in lines[1]
     assert set(lines[0].split('M: ')[1].split(' E:')[0].split()) <= legal_moves(START)
 

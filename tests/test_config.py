@@ -2,6 +2,7 @@
 import json
 import math
 import re
+from dataclasses import replace
 from inspect import signature
 from pathlib import Path
 
@@ -9,12 +10,13 @@ import numpy as np
 import pytest
 
 from rookworld_nb.buffer import BufferConfig, CollectorConfig
-from rookworld_nb.config import PRESETS, RunError, TrainConfig
+from rookworld_nb.config import PRESETS, RunError, TrainConfig, odd_flags
 from rookworld_nb.credit import gae
 from rookworld_nb.grpo import EMATracker, grpo_loss
 from rookworld_nb.kl import per_token_kl
 from rookworld_nb.records import RunWriter
 from rookworld_nb.rewards import RewardTerms, RunningNorm
+from rookworld_nb.setup import Setup, planned_work
 from rookworld_nb.trainer import TrainerConfig
 
 
@@ -33,13 +35,11 @@ from rookworld_nb.trainer import TrainerConfig
     (dict(buffer_capacity=0), '--buffer-capacity 0'), (dict(max_new_tokens=0), '--max-new-tokens 0'), (dict(baseline_type='mean'), '--baseline-type mean.*group_mean'),
     (dict(reward_shaping='nice'), '--reward-shaping nice.*ladder'), (dict(micro_batch_size=3), '--micro-batch-size 3'),
     (dict(minibatch_positions=6), 'minibatch_positions=6'), (dict(gae_lambda=.5), '--gae-lambda 0.5: of no use without --use-gae'),
-    (dict(kl_warmup_factor=.5), '--kl-warmup-factor 0.5: of no use without --kl-warmup-steps'), (dict(normalize_momentum=.5), 'of no use without --normalize-rewards'),
+    (dict(normalize_momentum=.5), 'of no use without --normalize-rewards'),
     (dict(fresh_share=.5), '--fresh-share 0.5: of no use without --buffer-capacity'), (dict(rare_env_ratio=.5, mix_env_ratio=0.), '--rare-env-ratio 0.5: of no use with --mix-env-ratio 0'),
     (dict(penalty=-1.), '--penalty -1.0: of no use where the parts of an answer are paid'), (dict(penalty=-1., credit='part'), '--penalty -1.0: of no use'), (dict(penalty=-1., reward_shaping='binary'), '--penalty -1.0: of no use'),
     (dict(kl_unbiased=False, kl_estimator='reverse'), 'of no use with --kl-estimator reverse'), (dict(grad_clip=math.inf), 'grad_clip=inf must be finite'),
-    (dict(kl_spike_factor=math.inf), 'kl_spike_factor=inf must be finite and above 0, or None'),
-    (dict(kl_target=.01), '--kl-target 0.01: of no use without --kl-control adaptive or --kl-spike-factor'),
-    (dict(steps=9, kl_warmup_steps=9), '--kl-warmup-steps 9: the KL would weigh nothing in all of --steps 9')])
+    (dict(kl_spike_factor=math.inf), 'kl_spike_factor=inf must be finite and above 0, or None')])
 def test_bad_settings_are_refused_at_once(changes, message):
     with pytest.raises(ValueError, match=message):
         TrainConfig(**{'batch_positions': 5, 'group_size': 4, 'replays': 2} | changes)
@@ -52,6 +52,17 @@ def test_bad_settings_are_refused_at_once(changes, message):
 def test_values_of_another_kind_are_refused_when_the_configuration_is_made(changes, said):
     with pytest.raises(RunError, match=re.escape(said)): TrainConfig(**changes)
     assert TrainConfig(lr=1, kl_coef=0).lr == 1    # a whole number is a number
+
+
+@pytest.mark.parametrize(('changes', 'said'), [
+    ({'kl_target': .01}, '--kl-target 0.01: acts only with --kl-control adaptive or --kl-spike-factor'),
+    ({'kl_warmup_factor': .5}, '--kl-warmup-factor 0.5: acts only with --kl-warmup-steps'),
+    ({'steps': 9, 'kl_warmup_steps': 9}, '--kl-warmup-steps 9: the KL weighs nothing in all of --steps 9')])
+def test_settings_of_the_kl_that_change_nothing_here_are_spoken_of_in_the_plan(changes, said):
+    config = TrainConfig(eval_policy=0, eval_env=0, **changes)
+    assert said in planned_work(Setup(config)) and [name for name in odd_flags(config)] == [name for name in changes if name != 'steps']
+    acting = {'kl_control': 'adaptive'} | ({'kl_warmup_factor': .1, 'kl_warmup_steps': 9} if 'kl_target' not in changes else {})
+    assert not odd_flags(replace(config, **acting))
 
 
 def test_paths_are_kept_as_texts():

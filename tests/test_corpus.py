@@ -244,12 +244,12 @@ def test_env_shards_are_reproducible_and_kept(tmp_path, caplog):
     for folder in (tmp_path/'a', tmp_path/'b'):
         folder.mkdir()
         write_lines(policy, folder/'policy-0000.txt')
-        make_env_data(folder, 1, size=30, seed=3, processes=1)
+        make_env_data(folder, 1, size=30, seed=3, workers=1)
     made = (tmp_path/'a'/'env-0000.txt').read_bytes()
     assert made == (tmp_path/'b'/'env-0000.txt').read_bytes() and len(read_lines(tmp_path/'a'/'env-0000.txt')[0]) > 25
     assert [text for text in caplog.messages if 'to go' in text] == [f'{name}: 1 of 1, 0 minutes to go' for name in 'ab']
     (tmp_path/'a'/'env-0000.txt').write_text('kept')
-    make_env_data(tmp_path/'a', 1, size=30, seed=3, processes=1)
+    make_env_data(tmp_path/'a', 1, size=30, seed=3, workers=1)
     assert (tmp_path/'a'/'env-0000.txt').read_text() == 'kept'
 
 
@@ -257,10 +257,10 @@ def test_shards_of_other_settings_are_refused(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr('rookworld_nb.corpus.Stockfish', lambda path, nodes: nullcontext(SimpleNamespace(name='Stockfish 2')))
     policy = [sample for sample in shipped('train') if sample.task == 'P'][:20]
     write_lines(policy, tmp_path/'policy-0000.txt')     # made before settings were kept
-    make = lambda **changes: make_policy_data(tmp_path, **{'n_shards': 1, 'size': 20, 'nodes': 50, 'processes': 1} | changes)
+    make = lambda **changes: make_policy_data(tmp_path, **{'n_shards': 1, 'size': 20, 'nodes': 50, 'workers': 1} | changes)
     assert make() == [tmp_path/'policy-0000.txt'] and "'nodes': 50" in caplog.text
     caplog.clear()
-    make(processes=2)
+    make(workers=2)
     assert not caplog.records
     for change, words in (({'nodes': 60}, '--nodes 50, not 60'), ({'size': 21}, '--policy-shard 20, not 21'),
                           ({'seed': 1}, '--seed 0, not 1'), ({'mate_share': .1}, '--mate-share 0.0, not 0.1')):
@@ -272,9 +272,9 @@ def test_shards_of_other_settings_are_refused(tmp_path, monkeypatch, caplog):
     with pytest.raises(CorpusError, match='engine Stockfish 1, not Stockfish 2'): make(n_shards=2)
     (tmp_path/'policy.json').write_text(json.dumps({name: value for name, value in notes.items() if name != 'mate_share'}))
     with pytest.raises(CorpusError, match='--mate-share None, not 0.0'): make()    # who wrote it did not know of it
-    make_env_data(tmp_path, 1, size=5, seed=3, processes=1)
+    make_env_data(tmp_path, 1, size=5, seed=3, workers=1)
     with pytest.raises(CorpusError, match='--env-shard 5, not 6'):
-        make_env_data(tmp_path, 2, size=6, seed=3, processes=1)
+        make_env_data(tmp_path, 2, size=6, seed=3, workers=1)
     assert not (tmp_path/'policy-0001.txt').exists() and not (tmp_path/'env-0001.txt').exists()
 
 

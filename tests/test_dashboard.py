@@ -410,7 +410,7 @@ def test_figure_holds_every_step_even_between_two_pictures():
     for row in simulated_run(20): dash.update(row)
     figure = dash.figure
     assert figure.axes[0].get_lines()[0].get_xdata().tolist() == list(range(1, 21))
-    assert [.9, .9] in [list(line.get_ydata()) for line in figure.axes[2].lines]
+    assert [.9, .9] in [list(line.get_ydata()) for line in figure.axes[3].lines]
     assert figure._repr_png_().startswith(b'\x89PNG')
 
 

@@ -15,12 +15,15 @@ from torch.testing import assert_close
 from rookworld_nb import cli, hardware
 from rookworld_nb.hardware import (
     BatchSearch, HardwareConfig, HardwareError, KeptForBackward, MemoryProfile, adam_bytes, container_cpus, container_room, exact_precision, is_out_of_memory,
-    kv_cache_bytes, matmul_error, memory_limit, peak_memory, prepare_model, proc_bytes, product_rate, reset_peak, search_batch, set_allocator, tensor_bytes,
+    kv_cache_bytes, matmul_error, memory_limit, memory_metric, peak_memory, prepare_model, proc_bytes, product_rate, reset_peak, search_batch, set_allocator, tensor_bytes,
     total_memory, unchanged, use_hardware)
 from rookworld_nb.config import TrainConfig
+from rookworld_nb.grpo import grpo_loss
 from rookworld_nb.kl import SettingError
 from rookworld_nb.model import GPT, GPTConfig, KVCache
+from rookworld_nb.positions import shipped
 from rookworld_nb.run import Run, run_state
+from rookworld_nb.sampling import completion_logprobs, sample
 from rookworld_nb.setup import Setup, memory_components, profile_batches, trial_run
 from rookworld_nb.trainer import TrainerConfig, build_optimizer
 from rookworld_nb.weights import load_pretrained
@@ -97,6 +100,23 @@ def test_bf16_rounds_the_blocks_and_nothing_else():
     with torch.no_grad(): model.extend(ids[:, :1], prefix, cache)
     assert cache.keys[0].dtype == torch.bfloat16 and kv_cache_bytes(TINY, 4, 3, element=2) == tensor_bytes(cache.keys + cache.values)
     assert_close(prepare_model(model, HardwareConfig())(ids), exact, atol=0, rtol=0)
+
+
+def test_a_grpo_update_in_bf16_is_that_of_float32_but_for_rounding():
+    model, tokenizer = load_pretrained('nano')
+    r = sample(model, tokenizer, [one.prompt for one in shipped('train')[:4]], 4, 40, .9, torch.Generator().manual_seed(0))
+    with torch.no_grad():    # a policy that has moved from the one that sampled, so that ratios and the clip count
+        for p in model.parameters(): p += .05*p.std()*torch.randn(p.shape, generator=torch.Generator().manual_seed(1)) if p.dim() > 1 else 0
+    advantages, found = torch.linspace(-1, 1, 16)[torch.randperm(16, generator=torch.Generator().manual_seed(2))], []
+    for bf16 in (False, True):
+        prepare_model(model, HardwareConfig(bf16=bf16)).zero_grad()
+        logprobs, _ = completion_logprobs(model, r.prompt_ids, r.prompt_mask, r.completion_ids, r.completion_mask, 4, .9)
+        loss, metrics = grpo_loss(logprobs, r.logprobs, r.logprobs, advantages, r.completion_mask, kl_coef=.2)
+        loss.backward()
+        found.append((loss.item(), metrics['kl'], torch.cat([p.grad.flatten() for p in model.parameters()])))
+    (loss, kl, gradient), (rounded_loss, rounded_kl, rounded) = found
+    assert rounded_loss == pytest.approx(loss, abs=1e-2) and rounded_kl == pytest.approx(kl, rel=.05) and kl > 1e-3
+    assert 0 < (rounded - gradient).norm() < .05*gradient.norm()
 
 
 def test_the_first_update_check_knows_what_rounding_may_do():
@@ -202,6 +222,14 @@ def test_the_peak_goes_down_again_and_is_not_missed():
         torch.ones(size*MB//4).sum()
         assert size - 15 < (peak_memory('cpu') - before)/MB < size + 15
     assert proc_bytes('VmRSS') < total_memory('cpu') <= os.sysconf('SC_PAGE_SIZE')*os.sysconf('SC_PHYS_PAGES')
+
+
+@linux
+def test_the_memory_of_a_run_is_a_metric_where_the_system_says_it(monkeypatch):
+    found = memory_metric('cpu')
+    assert .05 < found['perf/memory_gb'] <= memory_metric('cpu')['perf/memory_gb'] < total_memory('cpu')/1e9
+    monkeypatch.setattr(hardware, 'proc_bytes', lambda name: proc_bytes(name, '/no/such/place'))
+    assert memory_metric('cpu') == memory_metric('mps') == {}
 
 
 def test_where_there_is_no_proc_it_is_said():

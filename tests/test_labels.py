@@ -176,7 +176,7 @@ def test_killed_three_times_at_any_moment(tmp_path):
     except EngineNotFound as error: pytest.skip(str(error))
     fens, output, rng = games(2000, 1), tmp_path/'out.txt', random.Random(0)
     (tmp_path/'in.txt').write_text('\n'.join(fens + fens[:100]))
-    words = [sys.executable, '-m', 'rookworld_nb.cli', 'label', '--input', tmp_path/'in.txt', '--output', output, '--shards', '8', '--processes', '2',
+    words = [sys.executable, '-m', 'rookworld_nb.cli', 'label', '--input', tmp_path/'in.txt', '--output', output, '--shards', '8', '--workers', '2',
              '--nodes', '20']
     for whom in ('everybody', 'workers', 'starter'):
         job = subprocess.Popen([*map(str, words)], env=os.environ | {'PYTHONPATH': str(ROOT)}, start_new_session=True, text=True,
@@ -272,7 +272,7 @@ def written(output):
 @pytest.mark.parametrize('words, names', [
     ('--input in.txt', ['--input', '--output']), ('--input in.txt --output out.txt e4', ['no positions beside it']),
     ('--input nowhere.txt --output out.txt', ['nowhere.txt']), ('--input in.txt --output out.txt --shards 0', ['--shards 0', '1 to 1000']),
-    ('--input in.txt --output old.txt', ['--output old.txt', 'new file']), ('--input in.txt --output out.txt --processes 0', ['--processes 0']),
+    ('--input in.txt --output old.txt', ['--output old.txt', 'new file']), ('--input in.txt --output out.txt --workers 0', ['--workers 0']),
     ('--input in.txt --output out.txt --stockfish-path no/engine', ['no/engine'])])
 def test_what_is_wrong_is_said_and_nothing_is_made(words, names, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)

@@ -217,11 +217,11 @@ def png_size(data: bytes) -> tuple[int, int]:
 def test_curves_of_a_run():
     figure = plot_curves(pd.DataFrame(rows(30)), kl_target=.05)
     assert plot_curves(pd.DataFrame(rows(30)).set_index('step'), kl_target=.05)._repr_png_() == figure._repr_png_()
-    assert isinstance(figure, Figure) and len(figure.axes) == len(PANELS) == 6
+    assert isinstance(figure, Figure) and len(figure.axes) == len(PANELS) == 9
     width, height = png_size(figure._repr_png_())
     assert (width, height) == tuple(round(100*inch) for inch in figure.get_size_inches())
     titles = [(ax.get_title('left'), ax.get_title('right')) for ax in figure.axes]
-    assert titles[2] == ('KL', 'healthy ≤ 0.15 nats/token') and titles[0] == ('Reward', 'healthy 0 to 1 ')
+    assert titles[3] == ('KL', 'healthy ≤ 0.15 nats/token') and titles[0] == ('Reward', 'healthy 0 to 1 ')
 
 
 @pytest.mark.parametrize('table', [
@@ -229,6 +229,12 @@ def test_curves_of_a_run():
     {'step': [1., 2.], 'reward': [.5, .5], 'entropy': [0., 0.]}, pd.DataFrame(rows(1))], ids=range(6))
 def test_curves_of_poor_data(table):
     assert png_size(plot_curves(table, kl_target=.05)._repr_png_())
+
+
+def test_a_finished_picture_leaves_out_what_was_not_measured():
+    run = pd.DataFrame(rows(5)).drop(columns=['perf/memory_gb', 'rewards/P_legal_fraction/mean', 'kl', 'kl_95pct'])
+    titles = [axes.get_title('left') for axes in plot_curves(run).axes if axes.get_visible()]
+    assert titles == [panel.title for panel in PANELS if panel.title not in ('Legal moves', 'KL', 'Memory')]
 
 
 def test_curves_are_updated_in_place():
@@ -262,7 +268,7 @@ def test_a_gap_at_the_end_of_a_curve_has_no_light():
 
 def plot_last(run):
     """The KL chart of a run."""
-    return Curves().update(pd.DataFrame(run)).charts[2]
+    return Curves().update(pd.DataFrame(run)).charts[3]
 
 
 @settings(max_examples=60)
@@ -275,7 +281,7 @@ def test_view_holds_all_finite_values(values):
 def test_pictures_leave_global_state_alone():
     before = dict(matplotlib.rcParams)
     picture = plot_curves(pd.DataFrame(rows(20)))._repr_png_()
-    assert dict(matplotlib.rcParams) == before and png_size(picture) == (990, 425)
+    assert dict(matplotlib.rcParams) == before and png_size(picture) == (990, 625)
     code = 'import rookworld_nb.monitor as m, sys; m.plot_curves({"step": []}); print("matplotlib.pyplot" in sys.modules)'
     assert subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, timeout=120).stdout == 'False\n'
 
@@ -290,7 +296,7 @@ def test_the_target_of_the_kl_is_drawn_in_its_panel_and_in_view():
     curves = Curves(kl_target=.9).update(pd.DataFrame(rows(5)))
     levels = [[list(line.get_ydata()) for line in chart.axes.lines] for chart in curves.charts]
     assert [[.9, .9] in found for found in levels] == [panel.judged == 'kl' for panel in PANELS]
-    assert curves.charts[2].axes.get_ylim()[1] > .9 > Curves().update(pd.DataFrame(rows(5))).charts[2].axes.get_ylim()[1]
+    assert curves.charts[3].axes.get_ylim()[1] > .9 > Curves().update(pd.DataFrame(rows(5))).charts[3].axes.get_ylim()[1]
 
 
 def test_the_trend_is_a_mean_that_forgets_and_leaves_gaps_out():

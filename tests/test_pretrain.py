@@ -342,7 +342,7 @@ def test_no_shipped_position_is_learned_from(tmp_path, monkeypatch):
             moves = [Candidate(move.uci(), 0.) for move in list(board.legal_moves)[:2]]
             lines.append(policy_sample(board.fen(), moves, rng))
         for number in range(shards): write_lines(lines, tmp_path/part/f'policy-{number:04d}.txt')
-    config = PretrainConfig(output_dir=str(tmp_path), shards=1, policy_shard=20, env_shard=4, processes=1)
+    config = PretrainConfig(output_dir=str(tmp_path), shards=1, policy_shard=20, env_shard=4, workers=1)
     learned, _ = prepare(config, tokenizer)
     texts = [tokenizer.decode(learned['P'].ids[a:b].tolist()) for a, b in zip(learned['P'].offsets, learned['P'].offsets[1:])]
     shown = {fen_key(' '.join(text[3:].split()[:6])) for text in texts}

@@ -30,7 +30,8 @@ from rookworld_nb.checkpoint import (CheckpointError, checkpoints_of, fingerprin
 from rookworld_nb.config import RunError, TrainConfig
 from rookworld_nb.records import read_metrics
 from rookworld_nb.positions import shipped, write_lines
-from rookworld_nb.run import Run, alone_in, closing_table, levers, origin_of, read_events, resumed_config, run_state, run_summary, save_run, steer, train
+from rookworld_nb.rules import AnalysisCache
+from rookworld_nb.run import Run, alone_in, cache_words, closing_table, levers, origin_of, read_events, resumed_config, run_state, run_summary, save_run, steer, train
 from rookworld_nb.setup import examine, planned_work
 from rookworld_nb.weights import load_pretrained, save_pretrained
 from short_runs import RATE, SHORT, TINY
@@ -53,6 +54,15 @@ def test_the_run_folder_is_complete(finished):
     assert json.loads((folder/'config.json').read_text())['steps'] == 4
     assert len((folder/'metrics.jsonl').read_text().splitlines()) == 4
     assert set(json.loads((folder/'summary.json').read_text())['comparison'][0]) >= {'before', 'after', 'standard_error', 'z'}
+
+
+def test_the_end_of_a_run_says_what_its_cache_was_worth(tmp_path):
+    cache = AnalysisCache(tmp_path/'answers.db')
+    cache.put('start', [])
+    for key in ('start', 'start', 'other'): cache.get(key)
+    run = SimpleNamespace(engine=SimpleNamespace(cache=cache), config=TrainConfig(stockfish_path='x', engine_cache='answers.db'))
+    assert cache_words(run) == ', 2 of 3 engine answers from answers.db'
+    assert cache_words(SimpleNamespace(engine=None)) == cache_words(SimpleNamespace(engine=SimpleNamespace(cache=None))) == ''
 
 
 def test_the_table_has_both_tasks_at_both_temperatures(finished):
@@ -185,7 +195,7 @@ def test_a_folder_with_a_run_is_refused(finished):
 
 # killed and gone on with
 
-TIMED = {'time', 'step_time', 'perf/gen_tok_s', 'perf/train_tok_s', 'perf/mfu'}
+TIMED = {'time', 'step_time', 'perf/gen_tok_s', 'perf/train_tok_s', 'perf/mfu', 'perf/memory_gb'}
 
 
 def rows_of(folder):

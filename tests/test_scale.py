@@ -556,7 +556,7 @@ def test_a_value_that_goes_with_some_of_the_others_is_fine(tmp_path):
     given = {'output_dir': str(tmp_path/'study'), 'steps': 20}
     for space in (('kl_warmup_steps=5|10', 'kl_warmup_factor=.25|.5'), ('use_gae=true', 'gamma=.9|.95'), ('buffer_capacity=2|4', 'fresh_share=.1|.5')):
         assert len(Search(given, space).points) in (2, 4)
-    with pytest.raises(RunError, match='--kl-warmup-factor 0.25: of no use without'): Search(given, ('kl_warmup_factor=.25|.5', 'lr=1e-4|1e-5'))
+    with pytest.raises(RunError, match='--kl-warmup-factor 0.25: acts only with'): Search(given, ('kl_warmup_factor=.25|.5', 'lr=1e-4|1e-5'))
 
 
 @pytest.mark.parametrize('name', ['a?b', 'a%41b', 'a b ü'])

@@ -75,7 +75,9 @@ def test_the_answers_of_the_engine_are_kept_from_run_to_run(tmp_path, monkeypatc
     config = replace(SHORT, stockfish_path=engine, engine_cache=str(tmp_path/'deep'/'answers.db'), output_dir=str(tmp_path/'run'))
     with closing(Setup(config)) as first: told = first.engine.analyse(chess.STARTING_FEN)
     monkeypatch.setattr('rookworld_nb.rules._search', lambda *given: pytest.fail('asked again'))
+    assert (first.engine.cache.found, first.engine.cache.asked) == (0, 1)
     with closing(Setup(config)) as second: assert second.engine.analyse(chess.STARTING_FEN) == told and (tmp_path/'deep'/'answers.db').exists()
+    assert (second.engine.cache.found, second.engine.cache.asked) == (1, 1)
     with pytest.raises(RunError, match='--engine-cache .*: of no use without --stockfish-path'): replace(config, stockfish_path=None)
 
 

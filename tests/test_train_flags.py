@@ -103,6 +103,8 @@ CASES = {
     'max_new_tokens': ({'--max-new-tokens': 9}, lambda plain, run: run.rows[0]['completions/max_length'] == 9 < plain.rows[0]['completions/max_length']),
     'reward_shaping': ({'--reward-shaping': 'binary'}, lambda plain, run: same_texts_other('reward')(plain, run)
                        and set(run.tables[0]['reward']) <= {0., 1., -.3}),
+    'best_weight': ({'--best-weight': 40, '--steps': 1}, same_texts_other('reward')),
+    'fen_scaling': ({'--fen-scaling': 'linear', '--steps': 1}, same_texts_other('fen')),
     'legal_credit': ({'--legal-credit': 0}, same_texts_other('candidates')),
     'illegal_cost': ({'--illegal-cost': .9}, same_texts_other('candidates')),
     'repeat_cost': ({'--repeat-cost': .9}, same_texts_other('candidates')),
@@ -229,7 +231,7 @@ def test_pieces_leave_the_update_alone(plain, tmp_path, capsys):
 def test_the_same_flags_give_the_same_run(plain, tmp_path, capsys):
     run = train(tmp_path/'run', {}, capsys)
     assert all(torch.equal(value, weights(plain)[name]) for name, value in weights(run).items())
-    timed = {'time', 'step_time', 'perf/gen_tok_s', 'perf/train_tok_s', 'perf/mfu'}
+    timed = {'time', 'step_time', 'perf/gen_tok_s', 'perf/train_tok_s', 'perf/mfu', 'perf/memory_gb'}
     for one, other in zip(run.rows, plain.rows, strict=True):
         assert {n: v for n, v in one.items() if n not in timed} == {n: v for n, v in other.items() if n not in timed}
 
