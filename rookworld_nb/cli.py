@@ -233,7 +233,7 @@ def check_row(
 
 
 def score(
-    *files: str,                         # JSON lines {prompt, completion[, target]}, of A: without; none: stdin
+    *files: str,                         # JSON lines {prompt, completion[, target]}; A: needs no target; none: stdin
     config,                              # what was given of a rewards.RewardConfig, one flag each
     engine: bool = False,                # ask Stockfish about P: prompts without a target
     nodes: int | None = None,            # Stockfish's search limit per position, with --engine; none: 10,000 nodes

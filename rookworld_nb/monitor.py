@@ -524,7 +524,8 @@ def task_means(
 ) -> str:                                 # '' where no row has the reward of a task
     """The mean reward of each task over some steps, in words."""
     rewards = pd.DataFrame([numbers_of(row) for row in rows]).filter(regex=r'^task_\w+/reward$').mean().dropna()
-    means = ', '.join(f'{name[len("task_"):-len("/reward")]}={mean:.3f}' for name, mean in rewards.items())
+    means = ', '.join(f'{name[len("task_"):-len("/reward")]}={mean:.3f}'
+                      for name, mean in rewards.sort_index(ascending=False).items())    # P before A
     return means and f'mean reward of {len(rows)} step{"s"*(len(rows) > 1)}: {means} | '
 
 

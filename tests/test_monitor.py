@@ -177,7 +177,7 @@ def test_health_report_shows_the_mean_reward_of_each_task_over_its_steps():
     row = dict(ROW, **{'task_P/reward': .5, 'task_A/reward': .9, 'task_P/reward_max': 1.})
     assert 'MaxRatio=1.88 | mean reward of 1 step: P=0.500, A=0.900 | green: ' in health_report(row)
     before = [{'task_P/reward': .25}, {'reward': .1, 'task_P/reward': .45, 'task_A/reward': None}, {'task_A/reward': .8, 'task_write/reward': .1}]
-    assert ' | mean reward of 4 steps: P=0.400, A=0.850, write=0.100 | ' in health_report(row, before)
+    assert ' | mean reward of 4 steps: write=0.100, P=0.400, A=0.850 | ' in health_report(row, before)
     assert 'mean reward' not in health_report(ROW, [{'reward': .3}])
 
 

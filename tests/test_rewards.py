@@ -38,6 +38,14 @@ BATTERY = ((P, GOOD), (P, MIDDLING), (P, BAD), (P, UNLISTED), (P, 'x'), (P, ' M:
            (A, RIGHT), (A, COPY), (A, ILLEGAL), (A, NEAR), (A, 'x'), (A, f'{NEW}+1.0+1+0'), (A, f'{FEN}+0.001'))
 
 
+def test_the_share_of_legal_moves_is_shown_and_not_paid():
+    texts = [GOOD, BAD, 'x', ' M: a2a3 a2a3 a2a3 E: 0.1 0.1 0.1 B: a2a3', ' M: a2a3 a1a5 a1a5 a1a5 E: 0.1 0.1 0.1 0.1 B: a2a3']
+    table = RewardScorer(RewardConfig(illegal_cost=0., repeat_cost=0.))([P]*5 + [A], [*texts, RIGHT], [TARGET]*5 + [None]).components
+    assert table['legal_fraction'].tolist()[:5] == [1, 0, 0, 1, .25] and math.isnan(table['legal_fraction'][5])
+    assert table['raw'][3] == table['raw'][4]    # as many hits, the same best move
+
+
+
 def rewards(cfg: RewardConfig, pairs=BATTERY, calls: int = 1) -> torch.Tensor:
     """The rewards of the last of several identical calls."""
     scorer = RewardScorer(cfg)

@@ -53,6 +53,7 @@ def test_the_run_folder_is_complete(finished):
     assert wanted <= names
     assert json.loads((folder/'config.json').read_text())['steps'] == 4
     assert len((folder/'metrics.jsonl').read_text().splitlines()) == 4
+    assert read_metrics(folder)[['rewards/P_legal_fraction/mean', 'perf/memory_gb']].notna().all(axis=None)
     assert set(json.loads((folder/'summary.json').read_text())['comparison'][0]) >= {'before', 'after', 'standard_error', 'z'}
 
 
