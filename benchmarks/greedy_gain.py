@@ -144,7 +144,7 @@ def main():
         if start not in before: before[start] = examine(first, tokenizer)
         last, _ = load_pretrained(run/'final_checkpoint')
         both = before[start], examine(interpolate(first, last, options.share), tokenizer)
-        of = lambda *chosen: [table[table['prompt'].map(parts.__getitem__).isin(chosen)] for table in both]
+        of = lambda *chosen: [table[table['prompt_number'].map(parts.__getitem__).isin(chosen)] for table in both]
         rare = env_moves(*of('usual', 'stress'), 'A rare')
         found = [compare(*of('usual')).reset_index(), rare[rare['metric'].isin(RARE)]]
         if options.share == 1: found.append(closing_rows(run))

@@ -6,10 +6,11 @@
 __all__ = ['PROMPT_FIELDS', 'ROW_COLUMNS', 'CountingTask', 'counting_policy', 'RolloutPart', 'mean_advantages', 'judged_groups',
            'idle_groups', 'Experience', 'spread_of', 'reward_metrics', 'component_metrics', 'completion_metrics',
            'CollectorConfig', 'without_end', 'check_reference', 'task_shares', 'Draft', 'sample_shares',
-           'ask_reference', 'advantages_of', 'assemble', 'check_penalty', 'priced', 'score_all', 'stack_rows', 'of_all',
-           'group_work', 'share_of', 'Collector', 'BufferConfig', 'StoredGroup', 'put_together', 'stored_groups',
-           'check_room', 'next_groups', 'usable_groups', 'is_wanting', 'buffer_metrics', 'RolloutBuffer', 'part_state',
-           'part_from', 'experience_state', 'collector_state', 'restore_collector', 'buffer_state', 'restore_buffer']
+           'ask_reference', 'advantages_of', 'assemble', 'check_kl_in_reward', 'priced', 'score_all', 'stack_rows',
+           'of_all', 'group_work', 'share_of', 'Collector', 'BufferConfig', 'StoredGroup', 'put_together',
+           'stored_groups', 'check_room', 'next_groups', 'usable_groups', 'is_wanting', 'buffer_metrics',
+           'RolloutBuffer', 'part_state', 'part_from', 'experience_state', 'collector_state', 'restore_collector',
+           'buffer_state', 'restore_buffer']
 
 # %% ../nbs/17_buffer.ipynb #e1cdbd24
 import random
@@ -288,8 +289,8 @@ class CollectorConfig:
     "How prompts become experiences."
     group_size: int = 8               # completions per prompt, at least 2: they are compared with each other
     temperature: float = 0.7          # of sampling, > 0; the loss uses the same
-    max_new_tokens_policy: int = ANSWER_TOKENS  # longest P: completion, or of any task but A:, in tokens
-    max_new_tokens_env: int = ANSWER_TOKENS  # longest A: completion, in tokens
+    max_new_tokens: int = ANSWER_TOKENS  # longest completion, in tokens
+    max_new_tokens_env: int | None = None  # longest A: completion, in tokens; None: as the others
     baseline: str = 'group_mean'      # what a reward is compared with: group_mean | ema | adaptive | leave_one_out
     scale_rewards: str = 'group'      # what the difference is divided by: group | batch | none
     mask_truncated: bool = False      # completions that were cut off train nothing
@@ -302,8 +303,9 @@ class CollectorConfig:
         if (self.baseline, self.scale_rewards) == ('ema', 'group'):
             raise SettingError('scale_rewards=group: not with an ema baseline, which a group may be far from while its '
                                'own spread is tiny; give batch or none')
-        for name, least in (('group_size', 2), ('max_new_tokens_policy', 1), ('max_new_tokens_env', 1)):
-            check_count(name, getattr(self, name), least)
+        check_count('group_size', self.group_size, least=2)
+        check_count('max_new_tokens', self.max_new_tokens)
+        check_count('max_new_tokens_env', self.max_new_tokens_env, optional=True)
         check_number('temperature', self.temperature)
         if self.temperature < COLDEST:
             raise SettingError(f'temperature={self.temperature} must be finite and at least {COLDEST}: at 0 all '
@@ -312,7 +314,7 @@ class CollectorConfig:
     @property
     def longest(self) -> int:
         "Tokens that a completion of either task may have: the same for every batch, whatever its tasks."
-        return max(self.max_new_tokens_policy, self.max_new_tokens_env)
+        return max(self.max_new_tokens, self.max_new_tokens_env or 0)
 
 # %% ../nbs/17_buffer.ipynb #8403fb17
 def without_end(
@@ -359,8 +361,8 @@ def sample_shares(
     generator: torch.Generator,            # of the random numbers
     ranks: Ranks,                          # who works together
 ) -> list[Rollouts]:                       # of each task what this process samples
-    "Answer prompts, each task with its own limit; a task other than A: has that of P:."
-    limits = [config.max_new_tokens_env if share[0].task == 'A' else config.max_new_tokens_policy for share in shares]
+    "Answer prompts; A: may have a limit of its own."
+    limits = [share[0].task == 'A' and config.max_new_tokens_env or config.max_new_tokens for share in shares]
     return [sample_completions(model, tokenizer, [sample.prompt for sample in share], config.group_size, limit,
                                config.temperature, generator, ranks.share(len(share)))
             for share, limit in zip(shares, limits)]
@@ -421,15 +423,15 @@ def assemble(
                        draft.ref_hidden, scores.components, clipped, trained)
 
 # %% ../nbs/17_buffer.ipynb #ddf6a522
-def check_penalty(
+def check_kl_in_reward(
     ref_model: GPT | None,                 # the frozen reference, if any
     credit: Callable[..., Tensor] | None,  # pays each part of an answer for itself, if anything does
 ) -> None:
     "Raise SettingError where no KL can be taken from the rewards."
     if ref_model is None:
-        raise SettingError('a KL taken from the rewards (penalty) needs a reference, and there is none')
+        raise SettingError('a KL taken from the rewards (kl_coef) needs a reference, and there is none')
     if credit is not None:
-        raise SettingError('a KL taken from the rewards (penalty) belongs to whole answers: no credit by part')
+        raise SettingError('a KL taken from the rewards (kl_coef) belongs to whole answers: no credit by part')
 
 
 def priced(
@@ -526,14 +528,14 @@ class Collector:
         prompts: Iterable[list[Sample]],   # batches of prompts, the tasks mixed as they come; a `PromptMix`
         scorer: Callable[..., Scores | Iterable[float]],  # (prompts, completions, targets) -> Scores, or plain rewards
         config: CollectorConfig = CollectorConfig(),  # group size, temperature, limits, advantages
-        penalty: Callable[[], float] | None = None,   # weight of the KL that is taken from the rewards; None: it is not
+        kl_coef: Callable[[], float] | None = None,   # weight of the KL that is taken from the rewards; None: it is not
         ranks: Ranks = ALONE,              # the processes that share the work
         credit: Callable[..., Tensor] | None = None,  # pays each part of an answer for itself; a `PartCredit`
     ) -> None:
         check_reference(model, ref_model)
-        if penalty is not None: check_penalty(ref_model, credit)
+        if kl_coef is not None: check_kl_in_reward(ref_model, credit)
         self.model, self.ref_model, self.tokenizer, self.scorer = model, ref_model, tokenizer, scorer
-        self.prompts, self.config, self.penalty, self.ranks, self.credit = iter(prompts), config, penalty, ranks, credit
+        self.prompts, self.config, self.kl_coef, self.ranks, self.credit = iter(prompts), config, kl_coef, ranks, credit
         self.tracker, self.generator = EMATracker(), torch.Generator().manual_seed(config.seed)
         self.num_tokens, self.collected, self.end_id = 0, 0, end_token_id(tokenizer)
 
@@ -546,8 +548,8 @@ class Collector:
         whole = [of_all(self.ranks, *one, self.end_id) for one in zip(own, asked)]
         drafts = [Draft(share, done, *reference) for share, (done, reference) in zip(shares, whole)]
         scores, paid = score_all(self.scorer, drafts), None
-        if self.penalty:
-            scores, prices = zip(*map(partial(priced, weight=self.penalty()), drafts, scores))
+        if self.kl_coef:
+            scores, prices = zip(*map(partial(priced, weight=self.kl_coef()), drafts, scores))
             paid = float(torch.cat(prices).mean())
         compare = partial(compute_advantages, baseline=c.baseline, scale_rewards=c.scale_rewards, tracker=self.tracker)
         advantages = advantages_of(drafts, scores, compare, self.credit)

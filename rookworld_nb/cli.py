@@ -156,7 +156,7 @@ def generate(
     temperature: float = 0.,    # logits are divided by it; 0 is greedy
     max_new_tokens: int = ANSWER_TOKENS,  # longest completion
     seed: int = 0,              # of the sampling
-    batch: int = 16,            # prompts at a time
+    batch_size: int = 64,       # completions at a time
     device: str = 'auto',       # cpu, cuda, cuda:1; auto takes the GPU where there is one
     json: bool = False,         # JSON lines with the log-probability of every token
 ) -> None:
@@ -168,13 +168,13 @@ def generate(
     from rookworld_nb.tasks import plain_prompt
     from rookworld_nb.weights import load_pretrained
     prompts = [spelled(plain_prompt(line)) for line in input_lines(prompts, 'prompts').values()]
-    at_least_one(batch=batch)
+    at_least_one(batch_size=batch_size)
     check_request(prompts, group_size, max_new_tokens, temperature)
     if group_size > 1 and not temperature:
         raise UsageError(f'--group-size {group_size}: greedy answers are alike; give a --temperature above 0')
     policy, tokenizer = load_pretrained(model, torch_device(device))
     generator = torch.Generator().manual_seed(seed)
-    for part in batches(prompts, batch):
+    for part in batches(prompts, max(1, batch_size//group_size)):
         rollouts = sample(policy, tokenizer, part, group_size, max_new_tokens, temperature, generator)
         for row, text in enumerate(rollouts.texts):
             prompt, each = part[row//group_size], rollouts.logprobs[row][rollouts.completion_mask[row]].tolist()
@@ -522,7 +522,7 @@ def evaluate_model(
     history_plies: int | None = None,        # env, selfplay: last moves of an A: prompt; none: 1, or 10 if large
     stockfish_path: str | None = None,       # the engine; none: looked for
     seed: int = 0,                           # of the sampling, and of the moves that replace illegal ones in a match
-    batch: int = 256,                        # completions at a time
+    batch_size: int = 256,                   # completions at a time
     device: str = 'auto',                    # cpu, cuda, cuda:1; auto takes the GPU where there is one
     json: bool = False,                      # one JSON object instead of tables
 ) -> None:
@@ -532,7 +532,8 @@ def evaluate_model(
     from rookworld_nb.weights import load_pretrained
     check_used(suite, against=against, limit=limit, samples_per_prompt=samples_per_prompt, levels=levels, games=games,
                max_new_tokens=max_new_tokens, history_plies=history_plies, stockfish_path=stockfish_path)
-    at_least_one(limit=limit, samples_per_prompt=samples_per_prompt, max_new_tokens=max_new_tokens, batch=batch)
+    options = dict(max_new_tokens=max_new_tokens, batch_size=batch_size)
+    at_least_one(limit=limit, samples_per_prompt=samples_per_prompt, **options)
     puzzles, openings = suite_puzzles(suite, data, limit), suite_openings(suite, games, levels, stockfish_path)
     samples = evaluation_samples(data, suite, limit)
     check_passes(temperature, samples_per_prompt)
@@ -540,10 +541,9 @@ def evaluate_model(
     say_absent(samples, suite, data)
     plies = {name: shown_plies(each[0], history_plies) for name, each in loaded.items()}
     passes = {each: samples_per_prompt if each else 1 for each in temperature}    # greedy answers are all the same
-    sides = {each: (model_player(*loaded[model], each, seed, batch),
-                    model_world(model_simulator(*loaded[model], plies[model], each, seed, batch))) for each in passes}
-    options = dict(seed=seed, max_new_tokens=max_new_tokens, batch_size=batch)
-    examined = {name: measure(each, samples, plies[name], passes, **options) for name, each in loaded.items()}
+    sides = {each: (model_player(*loaded[model], each, seed, batch_size), model_world(
+        model_simulator(*loaded[model], plies[model], each, seed, batch_size))) for each in passes}
+    examined = {name: measure(one, samples, plies[name], passes, seed=seed, **options) for name, one in loaded.items()}
     played = ((name, each, table) for each, side in sides.items() for name, table in play_suites(
         suite, *side, puzzles, openings, passes[each], seed, levels, stockfish_path))
     report_evaluation(samples, examined[model], examined.get(against), played, json)

@@ -6,7 +6,7 @@
 __all__ = ['BY_SIZE', 'OPEN', 'SMALL', 'CREDITS', 'Part', 'LEAST', 'OF_THE_GROUP', 'NEEDS', 'CHOICES', 'PRESETS', 'NOT_REPEATED',
            'FREE', 'MOVABLE', 'RunError', 'PromptOptions', 'RewardOptions', 'UpdateOptions', 'part_of', 'trainer_part',
            'collector_part', 'buffer_part', 'reward_part', 'typed', 'whole_answers', 'check_kinds', 'idle_flags',
-           'odd_flags', 'check_flags', 'TrainConfig', 'nano', 'rtx4090', 'emergency', 'repeated_settings']
+           'warned_flags', 'check_flags', 'TrainConfig', 'nano', 'rtx4090', 'emergency', 'repeated_settings']
 
 # %% ../nbs/27_config.ipynb #12bfd9f0
 import math
@@ -54,7 +54,7 @@ class PromptOptions:
     history_plies: int | None = None  # last moves that an A: prompt shows; none: 1 for a small model, 10 a large one
     max_positions: int | None = None  # use only that many prompts of each task, from everywhere in the file; none: all
     easy_first: int = 0               # batches at the start in which P: prompts with few legal moves come first
-    stockfish_path: str | None = None  # judge P: answers with this engine (10,000 nodes), not by the targets
+    stockfish_path: str | None = None  # judge P: answers by this engine (10,000 nodes); none: by the targets
     engine_cache: str | None = None   # file that keeps the engine's answers, from run to run; none: they are not kept
     eval_policy: int = 1000           # shipped held-out P: positions evaluated before and after; 0: none
     eval_env: int = 192               # shipped held-out A: positions evaluated before and after; 0: none
@@ -108,7 +108,7 @@ class UpdateOptions:
     kl_unbiased: bool = True          # weigh the KL of a token by its ratio
     kl_in_reward: bool = False        # subtract the KL (kl1) from the rewards instead of adding it to the loss
     kl_control: str = 'fixed'         # of kl_coef: fixed | adaptive
-    kl_target: float = 0.05           # KL that --kl-control adaptive aims at, nats per token
+    kl_target: float = 0.05           # KL, nats per token: aim of the adaptive control, base of --kl-spike-factor
     kl_warmup_steps: int = 0          # number of first steps in which kl_coef is multiplied by kl_warmup_factor
     kl_warmup_factor: float = 0.0     # what kl_coef is multiplied by in the first kl_warmup_steps steps
     kl_divergence_threshold: float | None = 0.5  # mean KL, nats per token, above which a run has failed; none: no limit
@@ -157,8 +157,7 @@ def collector_part(
     config: 'TrainConfig',  # complete
 ) -> CollectorConfig:
     "How experience is collected."
-    return part_of(CollectorConfig, config, max_new_tokens_policy=config.max_new_tokens,
-                   max_new_tokens_env=config.max_new_tokens, baseline=config.baseline_type,
+    return part_of(CollectorConfig, config, baseline=config.baseline_type,
                    keep_ref_hidden=config.kl_estimator in EXACT_KL)
 
 
@@ -248,10 +247,10 @@ def idle_flags(
     return wrong
 
 # %% ../nbs/27_config.ipynb #e8c2d34d
-def odd_flags(
+def warned_flags(
     config: 'TrainConfig',  # what is asked for
 ) -> dict[str, str]:        # field -> what is odd about it
-    "Settings of the KL that a run accepts, and that its plan speaks of: they act in longer runs, or beside others."
+    "Settings that are accepted although they are idle here, or leave no KL at all; the plan of a run speaks of them."
     odd = {}
     if config.kl_target != TrainConfig.kl_target and config.kl_control == 'fixed' and config.kl_spike_factor is None:
         odd['kl_target'] = 'acts only with --kl-control adaptive or --kl-spike-factor'

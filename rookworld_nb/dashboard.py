@@ -131,7 +131,7 @@ class Progress:
 
 # %% ../nbs/25_dashboard.ipynb #4516f2aa
 TEXTS, TOTALS = ('task', 'prompt', 'completion'), ('reward', 'advantage')  # first and last columns
-HIDDEN = ('tokens', 'clipped', 'raw', 'target', 'legal_fraction')  # bookkeeping that would only widen the table
+HIDDEN = ('tokens', 'clipped', 'raw', 'target', 'legal_fraction')  # not in the table; legal moves have a curve
 
 
 def cell_html(

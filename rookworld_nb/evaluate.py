@@ -164,7 +164,7 @@ def env_metrics(
         'all_correct': float(exact and reward and flags and answer.well_formed)}
 
 # %% ../nbs/22_evaluate.ipynb #f90fef40
-KEYS = ('task', 'prompt', 'sample', 'temperature', 'truth', 'predicted')
+KEYS = ('task', 'prompt_number', 'sample', 'temperature', 'truth', 'predicted')
 HELDOUT_COLUMNS = (*KEYS, *dict.fromkeys((*POLICY_METRICS, *ENV_METRICS)), 'completion')
 
 
@@ -200,7 +200,7 @@ def metrics_table(
     rows = []
     for i, (sample, text, reward) in enumerate(zip(asked, texts, rewards)):
         measured = (policy_metrics if sample.task == 'P' else env_metrics)(text, sample)
-        rows.append({'task': sample.task, 'prompt': i//group, 'sample': i % group, 'temperature': temperature,
+        rows.append({'task': sample.task, 'prompt_number': i//group, 'sample': i % group, 'temperature': temperature,
                      'reward': reward, 'completion': text, **measured})
     return pd.DataFrame(rows, columns=HELDOUT_COLUMNS)
 
@@ -351,7 +351,7 @@ def by_prompt(
     """Average the samples of a prompt, because they are not independent."""
     if metric not in table:
         raise EvaluationError(f'no column {metric!r}; valid: {", ".join(HELDOUT_COLUMNS)}')
-    return table.groupby(['task', 'temperature', 'prompt'])[metric].mean().dropna()
+    return table.groupby(['task', 'temperature', 'prompt_number'])[metric].mean().dropna()
 
 
 def summarise(
@@ -392,7 +392,7 @@ def recall_table(
     if rows['temperature'].nunique() > 1:
         raise EvaluationError(f"recall needs rows of one temperature, not {rows['temperature'].nunique()}")
     right = (rows['reward_correct'] == 1) & (rows['flags_correct'] == 1)
-    prompts = rows.assign(right=right).groupby('prompt')
+    prompts = rows.assign(right=right).groupby('prompt_number')
     answers, report = prompts[['right', 'false_alarms', 'state_exact']].mean(), {}
     for name in CLASSES:
         mine = answers[prompts['truth'].first() == name]
@@ -421,7 +421,7 @@ def paired_difference(
 ) -> Difference:                       # mean, standard error, z, n
     """Mean paired difference over prompts, which are known by their number; samples of a prompt are averaged first."""
     before, after = select_rows(before, task, temperature), select_rows(after, task, temperature)
-    keys = [set(zip(table['task'], table['temperature'], table['prompt'])) for table in (before, after)]
+    keys = [set(zip(table['task'], table['temperature'], table['prompt_number'])) for table in (before, after)]
     if keys[0] != keys[1] or not keys[0]:
         both = len(keys[0] & keys[1])
         raise EvaluationError(f'{len(keys[0])} prompts before and {len(keys[1])} after, {both} of them in both: '

@@ -98,7 +98,7 @@ def parse_value(
             raise UsageError(f'{text!r} is an empty list')
         return tuple(parse_value(options[0], part) for part in parts)
     if origin in (typing.Union, types.UnionType):
-        if text.lower() == 'none' and type(None) in options:
+        if text == 'none' and type(None) in options:
             return None
         return parse_value(next(option for option in options if option is not type(None)), text)
     if kind is bool or origin is Literal:

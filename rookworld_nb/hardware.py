@@ -314,7 +314,7 @@ def proc_bytes(
 ) -> int:                               # bytes
     "A number that Linux keeps."
     try:
-        text = Path(path).read_text(encoding='ascii')
+        text = Path(path).read_text(encoding='utf-8', errors='replace')    # a process may have any name
     except FileNotFoundError:
         raise HardwareError('memory in use is read from /proc, which only Linux has; give --batch-positions') from None
     if (found := re.search(rf'^{name}:\s+(\d+) kB', text, re.MULTILINE)) is None:

@@ -144,7 +144,7 @@ RUN_METRICS = (
     Metric('perf/train_tok_s', 'trained tokens / update time', 'tokens/s', 'trainer', optional=True),
     Metric('perf/mfu', 'operations that an update needs / possible in its time at the rate of large matrix products',
            'share', 'trainer', optional=True),
-    Metric('perf/memory_gb', 'most memory so far, of the GPU or else of the process', 'GB', 'trainer', optional=True),
+    Metric('perf/memory_gb', 'most memory of the first process so far, GPU or RAM', 'GB', 'trainer', optional=True),
     Metric('eval/<name>', 'held-out measurement', 'various', 'evaluate', optional=True))
 
 
@@ -308,7 +308,7 @@ STYLE = {'font.size': 8.5, 'text.color': INK, 'axes.labelcolor': MUTED, 'axes.ed
          'lines.linewidth': 1.7, 'lines.solid_capstyle': 'round', 'figure.facecolor': 'white', 'figure.dpi': 100,
          'savefig.dpi': 'figure'}
 
-
+# %% ../nbs/20_monitor.ipynb #6aa8baa3
 def palette_png(
     pixels: Image.Image,  # of a picture
 ) -> bytes:
@@ -353,6 +353,7 @@ class Panel:
     judged: str = ''                         # the metric whose healthy range is drawn; '' for none
     band: tuple[str, str] | None = None      # two metrics; the space between them is filled
     view: Range = (math.inf, -math.inf)      # a range that is always in view
+    smooth: bool = True                      # the strong lines are trends; False: the values themselves
 
 
 PANELS = (
@@ -367,7 +368,7 @@ PANELS = (
     Panel('Tied groups', (('frac_reward_zero_std', '', BLUE),), 'of groups', 'frac_reward_zero_std', view=(0, .1)),
     Panel('Speed', (('perf/gen_tok_s', 'sampling', BLUE), ('perf/train_tok_s', 'training', ORANGE)), 'tokens/s',
           view=(0, 0)),
-    Panel('Memory', (('perf/memory_gb', '', BLUE),), 'GB, the most so far', view=(0, 0)))
+    Panel('Memory', (('perf/memory_gb', '', BLUE),), 'GB, the most so far', view=(0, 0), smooth=False))
 
 # %% ../nbs/20_monitor.ipynb #2653fdf2
 def column(
@@ -442,7 +443,7 @@ class Chart:
         step, drawn = column(table, 'step'), [column(table, name) for name, _, _ in self.panel.lines]
         for raw, trend, values in zip(self.raw, self.trend, drawn):
             raw.set_data(step, values)
-            trend.set_data(step, smooth(values))
+            trend.set_data(step, smooth(values) if self.panel.smooth else values)
         for label, values in zip(self.labels, drawn): label.set_visible(np.isfinite(values).any())
         if self.fill is not None: self.fill.remove()
         edges = [smooth(column(table, name)) for name in self.panel.band or ()]
@@ -488,7 +489,7 @@ def plot_curves(
     table: pd.DataFrame | Mapping[str, Sequence[float]],  # metrics by column
     kl_target: float | None = None,                       # marked in the KL panel, nats per token
 ) -> Picture:                                             # a matplotlib Figure that shows itself
-    """Draw a run: each panel that has something to show, its healthy range in green; `step` is a column or the index."""
+    """Draw a run: each panel that has values, with its healthy range in green; `step` is a column or the index."""
     if isinstance(table, pd.DataFrame) and table.index.name == 'step': table = table.reset_index()
     measured = lambda panel: any(np.isfinite(column(table, name)).any() for name, _, _ in panel.lines)
     return Curves([*filter(measured, PANELS)] or PANELS[:1], kl_target=kl_target).update(table).figure
@@ -523,9 +524,9 @@ def task_means(
     rows: Sequence[Mapping[str, float]],  # of the log
 ) -> str:                                 # '' where no row has the reward of a task
     """The mean reward of each task over some steps, in words."""
-    rewards = pd.DataFrame([numbers_of(row) for row in rows]).filter(regex=r'^task_\w+/reward$').mean().dropna()
-    means = ', '.join(f'{name[len("task_"):-len("/reward")]}={mean:.3f}'
-                      for name, mean in rewards.sort_index(ascending=False).items())    # P before A
+    rewards = pd.DataFrame([numbers_of(row) for row in rows]).filter(regex=r'^task_.+/reward$').mean().dropna()
+    order = sorted(rewards.index, key=lambda name: (name == 'task_A/reward', name))    # P before A
+    means = ', '.join(f'{name[len("task_"):-len("/reward")]}={rewards[name]:.3f}' for name in order)
     return means and f'mean reward of {len(rows)} step{"s"*(len(rows) > 1)}: {means} | '
 
 

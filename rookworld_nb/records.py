@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['logger', 'TABLE_COLUMNS', 'Rows', 'write_atomic', 'plain', 'write_json', 'metric_rows', 'read_metrics', 'mend_tail',
-           'metrics_line', 'write_completions', 'read_completions', 'MetricWriter', 'rewards_of', 'earlier_rewards',
+           'metrics_line', 'write_completions', 'read_completions', 'MetricWriter', 'rewards_of', 'mended_rewards',
            'best_of', 'RunWriter', 'save_reward_curve', 'MissingExtraError', 'optional_module', 'measured',
            'TensorBoardWriter', 'WandbWriter']
 
@@ -177,13 +177,13 @@ def rewards_of(
     row: Mapping[str, float],  # of the log
 ) -> dict[str, float]:         # the mean reward, and that of each task
     "What a writer remembers of a step."
-    return {name: value for name, value in numbers_of(row).items() if name.split('/')[-1] == 'reward'}
+    return numbers_of({name: value for name, value in row.items() if name.split('/')[-1] == 'reward'})
 
 
-def earlier_rewards(
-    path: Path,  # of a metrics.jsonl, which need not exist
+def mended_rewards(
+    path: Path,  # of a metrics.jsonl, which need not exist; a torn last line is cut away
 ) -> dict[int, dict[str, float]]:  # by step
-    "What a writer remembers of the run that it continues; half a line at the end of the file is cut away."
+    "Mend the log of the run that a writer continues, and remember its rewards."
     mend_tail(path)
     return {row['step']: rewards_of(row) for row in metric_rows(path) if row.get('reward') is not None}
 
@@ -205,7 +205,7 @@ class RunWriter(MetricWriter):
     ) -> None:
         self.folder, self.prompts, self.report_every = Path(folder), prompts, report_every
         (self.folder/'completions').mkdir(parents=True, exist_ok=True)
-        self.rewards = earlier_rewards(path := self.folder/'metrics.jsonl')
+        self.rewards = mended_rewards(path := self.folder/'metrics.jsonl')
         self._files = [open(file, 'a', 1, 'utf-8', newline='') for file in (path, self.folder/'train.log')]
 
     def log(

@@ -762,7 +762,7 @@ def course_section(
     words = {
         'curves': 'Each step pale, the trend in full colour, the healthy range in green; the dot is the last light.',
         'bands': 'Every step as measured: the middle half of the rewards, and the middle 90 % of the KL of the tokens.',
-        'task_P': 'The reward of policy completions, each of its parts, and the share of legal moves, which is none.',
+        'task_P': 'The reward of policy completions, its parts, and the share of legal moves, which is not paid.',
         'task_A': 'The reward of environment completions, and each of its parts.',
         'looks': 'Greedy answers to held-out prompts, every few steps. Dashed: before the first step.',
         'distributions': 'The first batch that was written down, in grey, and the last. Dashed: the means.'}

@@ -363,7 +363,7 @@ class Stockfish(_KeptEngine):
 
     def __init__(self,
         path: str | Path | None = None,                  # executable; None: find_stockfish
-        nodes: int = 1000,                               # search limit per position, nodes
+        nodes: int = LABEL_NODES,                        # search limit per position, nodes
         multipv: int = 5,                                # moves wanted per position
         hash_mb: int = 1,                                # hash table, MB; plenty for 10,000 nodes, and soon cleared
         timeout: float | None = None,                    # longest time for one answer, seconds; None: 10, or by nodes

@@ -602,7 +602,7 @@ def cache_words(
 ) -> str:  # empty without a cache
     "What the cache has spared this process: answers from earlier runs, and those to repeated positions."
     if (cache := run.engine and run.engine.cache) is None: return ''
-    return f', {cache.found:,} of {cache.asked:,} engine answers from {run.config.engine_cache}'
+    return f', {cache.found:,} of {cache.asked:,} engine answers of this process from {run.config.engine_cache}'
 
 # %% ../nbs/31_run.ipynb #91ce0b7f
 def follow(

@@ -41,7 +41,7 @@ import numpy as np
 import pandas as pd
 import torch
 
-from .config import FREE, RunError, TrainConfig, odd_flags, typed
+from .config import FREE, RunError, TrainConfig, typed, warned_flags
 from .evaluate import ROUNDING, Z95, evaluate, student_t, wilson_interval
 from .flags import UsageError, as_text, parse_value, words_of
 from .hardware import HardwareConfig
@@ -219,10 +219,10 @@ def trial_config(
     point: Mapping[str, Any] | None = None,  # name of a dimension -> value; None: only what they share
     **more: Any,     # where it is run
 ) -> TrainConfig:
-    "The configuration of a trial; RunError where a dimension would change nothing."
+    "The configuration of a trial; RunError where a dimension would be idle, or leave no KL at all."
     varied = settings_at(point or {})
     config = TrainConfig(**{**search.given, 'output_dir': None} | varied | more)
-    for name, why in odd_flags(config).items():
+    for name, why in warned_flags(config).items():
         if name in varied: raise RunError(f'{typed(name, varied[name])}: {why}')
     return config
 
@@ -254,6 +254,7 @@ def check_search(
     for name, part in search.dimensions.items():
         for value in part if isinstance(part, Choices) else part[:2]: check_value(search, {name: value})
     config = trial_config(search)
+    for name, why in warned_flags(config).items(): logger.warning('%s: %s', typed(name, getattr(config, name)), why)
     if (config.eval_policy or config.eval_env) < 2:
         raise SearchError(f'--eval-policy {config.eval_policy} --eval-env {config.eval_env}: success is a gain beyond '
                           'its standard error, and that takes two held-out positions or more')

@@ -28,7 +28,7 @@ from tqdm import tqdm
 from .answers import RightAnswers, askable
 from .buffer import Collector, RolloutBuffer, check_room
 from .checkpoint import checkpoints_of
-from .config import RunError, TrainConfig, odd_flags, typed, whole_answers
+from .config import RunError, TrainConfig, typed, warned_flags, whole_answers
 from .credit import PartCredit
 from .evaluate import evaluate
 from .hardware import (
@@ -325,7 +325,7 @@ def prompts_to_draw(
     return (' and '.join(f'{len(pool)} {task}:' for task, pool in pools.items() if pool) + ' prompts'
             + ' (so few that a batch repeats some)'*few)
 
-
+# %% ../nbs/30_setup.ipynb #65775794
 def planned_work(
     run: 'Setup',  # what is about to start
 ) -> str:  # one line
@@ -337,7 +337,8 @@ def planned_work(
     least = 'at least ' if config.buffer_capacity > 1 or config.drop_tied else ''    # more as the buffer finds it
     return (f'{config.model} on {device}: {config.steps} updates, {updates} on each of {least}{batches} '
             f'batches of {prompts} prompts x {config.group_size} completions = {least}{completions} completions '
-            f'of up to {longest} tokens, {completions*longest} in all; {prompts_to_draw(run)} to draw from, '
+            f'of up to {longest} tokens' + f', {completions*longest} at most'*(not least)
+            + f'; {prompts_to_draw(run)} to draw from, '
             f'{len(run.heldout)} held-out positions'
             + ', of the package and not of --data'*(config.data is not None and len(run.heldout) > 0)
             + f', each answered {config.eval_samples + 1} times before and after'*(len(run.heldout) > 0)
@@ -345,7 +346,7 @@ def planned_work(
             + (f'; with each update {config.answer_positions} right A: answers' if config.answer_coef else '')
             + (f'; {run.trainer.step} are done in {run.folder}' if config.resume else '')
             + (f'; {run.ranks.size} processes' if run.ranks.size > 1 else '')
-            + ''.join(f'; {typed(name, getattr(config, name))}: {why}' for name, why in odd_flags(config).items()))
+            + ''.join(f'; {typed(name, getattr(config, name))}: {why}' for name, why in warned_flags(config).items()))
 
 # %% ../nbs/30_setup.ipynb #8af690aa
 def trial_run(

@@ -363,7 +363,7 @@ def tactic_puzzles(
 ) -> list[Puzzle]:  # distinct by fen_key, one of a game; one move is right
     """Make puzzles in which one move decides and does not mate at once; needs Stockfish."""
     rng, found = random.Random(f'{seed} tactics'), {}
-    with Stockfish() as quick, Stockfish(nodes=20_000) as judge:
+    with Stockfish(nodes=1000) as quick, Stockfish(nodes=20_000) as judge:
         while len(found) < count:
             for sample in labelled_game(quick, rng):
                 key, pawns = fen_key(sample.fen), parse_policy(sample.completion).evals

@@ -634,15 +634,14 @@ def speed(
     experience: Experience,  # of an update
     seconds: float,          # that it took
 ) -> dict[str, float]:       # metrics by name
-    "How fast an update was, how busy it kept the machine (what it needed of what was possible), and the memory in use."
+    "How fast an update was, and how busy it kept the machine: what it needed of what was possible."
     model, tokens = learning.model, items_of(experience, 'dapo')
     read = [part.rollouts for part in experience.parts]
     if learning.answers:
         read, tokens = [*read, learning.answers], tokens + int(learning.answers.completion_mask.sum())
     needed = 3*sum(group_operations(model.cfg, r.prompt_mask.sum(1), r.completion_mask.sum(1)) for r in read)
-    seconds, device = max(seconds, 1e-9), model.wte.weight.device
-    possible = learning.ranks.size*product_rate(device, model.bf16)*seconds
-    return {'perf/train_tok_s': tokens/seconds, 'perf/mfu': needed/possible, **memory_metric(device)}
+    possible = learning.ranks.size*product_rate(model.wte.weight.device, model.bf16)
+    return {'perf/train_tok_s': tokens/max(seconds, 1e-9), 'perf/mfu': needed/possible/max(seconds, 1e-9)}
 
 # %% ../nbs/19_trainer.ipynb #6c9e6eb4
 def update(
@@ -683,7 +682,7 @@ def update(
         follow_kl(health, metrics['kl'])
     return {'step': step} | experience.metrics() | metrics | {
         'kl_coef': kl_coef, 'grad_norm': norm, 'learning_rate': rate, **health.metrics(step),
-        **speed(learning, experience, time.perf_counter() - start)}
+        **speed(learning, experience, time.perf_counter() - start), **memory_metric(trainer.model.wte.weight.device)}
 
 # %% ../nbs/19_trainer.ipynb #ea16f5d4
 def recover(

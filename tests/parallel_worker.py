@@ -18,7 +18,7 @@ from rookworld_nb.positions import PromptMix
 from rookworld_nb.ranks import ALONE, Ranks, agree, torchrun
 from rookworld_nb.trainer import Trainer, TrainerConfig
 
-COLLECT = {'baseline': 'group_mean', 'scale_rewards': 'batch', 'group_size': 4, 'temperature': 1., 'max_new_tokens_policy': 2,
+COLLECT = {'baseline': 'group_mean', 'scale_rewards': 'batch', 'group_size': 4, 'temperature': 1., 'max_new_tokens': 2,
            'max_new_tokens_env': 3}
 LEARN = {'steps': 4, 'lr': .05, 'lr_schedule': 'constant', 'warmup_steps': 0, 'grad_clip': 1e9}
 #: By name: what differs from the above in the collector, the trainer and the buffer.

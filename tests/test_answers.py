@@ -46,7 +46,7 @@ def gradients(model):
 
 
 def experience_of(model, env=0.):
-    config = CollectorConfig(group_size=4, temperature=1., max_new_tokens_policy=2, max_new_tokens_env=3)
+    config = CollectorConfig(group_size=4, temperature=1., max_new_tokens=2, max_new_tokens_env=3)
     return next(Collector(model, copy.deepcopy(model), TASK.tokenizer, PromptMix(TASK.samples, 4, env), TASK, config))
 
 

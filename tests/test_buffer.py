@@ -38,7 +38,7 @@ def model(base):
 
 def collector(model, ref_model='copy', env=.5, prompts=4, scorer=TASK, **options):
     reference = copy.deepcopy(model) if ref_model == 'copy' else ref_model
-    config = CollectorConfig(**{'group_size': G, 'temperature': 1., 'max_new_tokens_policy': 2, 'max_new_tokens_env': 3, **options})
+    config = CollectorConfig(**{'group_size': G, 'temperature': 1., 'max_new_tokens': 2, 'max_new_tokens_env': 3, **options})
     return Collector(model, reference, TASK.tokenizer, PromptMix(TASK.samples, prompts, env), scorer, config)
 
 
@@ -108,9 +108,9 @@ def test_without_a_reference_there_are_no_reference_logprobs(model):
 
 
 def test_clipped_means_no_end_token(model):
-    short = next(collector(model, env=0., prompts=10, max_new_tokens_policy=1)).parts[0]
+    short = next(collector(model, env=0., prompts=10, max_new_tokens=1)).parts[0]
     assert short.clipped.tolist() == [text != '' for text in short.rollouts.texts]
-    long = next(collector(model, env=0., prompts=10, max_new_tokens_policy=4)).parts[0]
+    long = next(collector(model, env=0., prompts=10, max_new_tokens=4)).parts[0]
     ended = [(0 in ids) for ids in long.rollouts.completion_ids.masked_fill(~long.rollouts.completion_mask, 5).tolist()]
     assert long.clipped.tolist() == [not end for end in ended] and not all(long.clipped)
 
@@ -223,7 +223,7 @@ def test_the_scorer_is_asked_once_with_everything_and_its_rewards_are_used(model
 
 def test_a_prompt_without_target_is_scored_without(model):
     scorer = Recorder()
-    config = CollectorConfig(group_size=G, max_new_tokens_policy=2)
+    config = CollectorConfig(group_size=G, max_new_tokens=2)
     next(Collector(model, None, TASK.tokenizer, [[Sample('P: 1', ''), Sample('P: 2', '3')]], scorer, config))
     assert scorer.calls[0][2] == [None]*G + ['3']*G
 
@@ -234,7 +234,7 @@ SUMS = [Sample(f'{a} {b}', '', task='sum') for a, b in ((1, 2), (3, 4), (5, 2))]
 
 
 def own_collector(model, scorer, prompts=SUMS, **options):
-    options = {'group_size': G, 'temperature': 1., 'max_new_tokens_policy': 2, 'max_new_tokens_env': 1} | options
+    options = {'group_size': G, 'temperature': 1., 'max_new_tokens': 2, 'max_new_tokens_env': 1} | options
     return Collector(model, copy.deepcopy(model), TASK.tokenizer, itertools.repeat(prompts), scorer, CollectorConfig(**options))
 
 
@@ -309,7 +309,7 @@ def test_collecting_is_lazy(model):
             asked.append(number)
             yield TASK.samples[:2]
 
-    source = Collector(model, None, TASK.tokenizer, prompts(), TASK, CollectorConfig(group_size=G, max_new_tokens_policy=2))
+    source = Collector(model, None, TASK.tokenizer, prompts(), TASK, CollectorConfig(group_size=G, max_new_tokens=2))
     stream = RolloutBuffer(source, BufferConfig(replays=2))
     assert asked == []
     for expected in ([0], [0], [0, 1], [0, 1], [0, 1, 2]):
@@ -328,7 +328,7 @@ def test_each_collection_uses_the_weights_of_its_moment(model):
 
 
 def test_the_collection_ends_with_the_prompts(model):
-    source = Collector(model, None, TASK.tokenizer, [TASK.samples[:1]]*2, TASK, CollectorConfig(group_size=G, max_new_tokens_policy=2))
+    source = Collector(model, None, TASK.tokenizer, [TASK.samples[:1]]*2, TASK, CollectorConfig(group_size=G, max_new_tokens=2))
     assert len(list(source)) == 2
 
 
@@ -495,7 +495,7 @@ def test_a_price_unties_groups_in_every_count(model):
         table = TASK(prompts, completions).components.assign(reward=.5)
         return Scores(torch.full((len(prompts),), .5), table)
     def first(weight):
-        config = CollectorConfig(group_size=G, temperature=1., max_new_tokens_policy=2, max_new_tokens_env=3, scale_rewards='none')
+        config = CollectorConfig(group_size=G, temperature=1., max_new_tokens=2, max_new_tokens_env=3, scale_rewards='none')
         source = Collector(model, counting_policy(steps=5, seed=7), TASK.tokenizer, PromptMix(TASK.samples, 8, 0.), scorer, config, lambda: weight)
         return next(RolloutBuffer(source, BufferConfig(drop_tied=True)))
     for weight in (0., 1.):
@@ -544,7 +544,7 @@ def test_credit_by_part_needs_to_know_how_each_answer_was_judged(model):
 def test_a_buffer_put_up_again_deals_the_same(base, stop, hidden, tmp_path):
     def data_side():
         prompts = PromptMix(TASK.samples, 8, .25)
-        config = CollectorConfig(group_size=G, temperature=1., max_new_tokens_policy=2, max_new_tokens_env=3, baseline='ema', scale_rewards='batch', keep_ref_hidden=hidden)
+        config = CollectorConfig(group_size=G, temperature=1., max_new_tokens=2, max_new_tokens_env=3, baseline='ema', scale_rewards='batch', keep_ref_hidden=hidden)
         source = Collector(base, counting_policy(seed=3), TASK.tokenizer, prompts, TASK, config)
         return prompts, source, RolloutBuffer(source, BufferConfig(replays=3, capacity=2, minibatch_positions=5))
 
@@ -570,7 +570,7 @@ def test_a_buffer_put_up_again_deals_the_same(base, stop, hidden, tmp_path):
 def test_truncated_completions_train_nothing_where_asked():
     model = counting_policy(steps=0)    # untrained: every token is as likely as every other, the end token too
     for masked in (False, True):
-        part = next(collector(model, env=0., prompts=10, max_new_tokens_policy=5, mask_truncated=masked)).parts[0]
+        part = next(collector(model, env=0., prompts=10, max_new_tokens=5, mask_truncated=masked)).parts[0]
         assert part.clipped.any() and not part.clipped.all()
         expected = part.rollouts.completion_mask & ~(part.clipped[:, None] & masked)
         assert torch.equal(part.loss_mask, expected) and part.lengths.min() == 1
@@ -578,7 +578,7 @@ def test_truncated_completions_train_nothing_where_asked():
 
 def test_the_price_of_the_kl_is_taken_from_the_rewards_before_the_advantages(model):
     source = collector(model, counting_policy(steps=5, seed=7))
-    source.penalty = lambda: .3
+    source.kl_coef = lambda: .3
     experience = next(source)
     prices = []
     for part in experience.parts:
@@ -607,7 +607,7 @@ def test_a_reference_on_the_gpu_answers_a_policy_on_the_cpu(model):
 
 def test_a_price_without_a_reference_is_refused(model):
     with pytest.raises(SettingError, match='needs a reference'):
-        Collector(model, None, TASK.tokenizer, PromptMix(TASK.samples, 4, .5), TASK, penalty=lambda: .3)
+        Collector(model, None, TASK.tokenizer, PromptMix(TASK.samples, 4, .5), TASK, kl_coef=lambda: .3)
 
 
 @pytest.mark.parametrize('name', ROW_COLUMNS)
@@ -635,7 +635,7 @@ def test_two_experiences_of_one_number_are_refused(model):
 
 @pytest.mark.parametrize('value', [2.5, '4', True])
 def test_counts_of_a_collection_are_whole(value):
-    for name in ('group_size', 'max_new_tokens_policy', 'max_new_tokens_env'):
+    for name in ('group_size', 'max_new_tokens', 'max_new_tokens_env'):
         with pytest.raises(SettingError, match=f'{name}=.* must be a whole number'): CollectorConfig(**{name: value})
 
 
@@ -646,7 +646,7 @@ def test_the_fresh_share_is_a_share(value):
 
 
 @pytest.mark.parametrize('options', [{'group_size': 1}, {'temperature': 0.}, {'temperature': -1.}, {'temperature': math.inf},
-                                     {'temperature': math.nan}, {'max_new_tokens_policy': 0}, {'max_new_tokens_env': -1},
+                                     {'temperature': math.nan}, {'max_new_tokens': 0}, {'max_new_tokens_env': -1},
                                      {'baseline': 'median'}, {'scale_rewards': 'task'}])
 def test_bad_settings_name_themselves(options):
     with pytest.raises(ValueError, match=next(iter(options))):
@@ -682,17 +682,17 @@ class HalfSilent:
         return Scores(scores.rewards.masked_fill(torch.tensor(unknown), 0.), scores.components.assign(raw=scores.components['raw'].mask(unknown)))
 
 
-@pytest.mark.parametrize('options', [{'scale_rewards': 'batch'}, {'baseline': 'ema', 'scale_rewards': 'batch'}, {'penalty': lambda: .5}])
+@pytest.mark.parametrize('options', [{'scale_rewards': 'batch'}, {'baseline': 'ema', 'scale_rewards': 'batch'}, {'kl_coef': lambda: .5}])
 def test_what_was_not_judged_is_compared_with_nothing_and_moves_no_other(model, options):
     found = []
     for silent in (0, 1, 3):
-        source = collector(model, env=0., prompts=3, scorer=HalfSilent(silent), **{k: v for k, v in options.items() if k != 'penalty'})
-        source.penalty = options.get('penalty')
+        source = collector(model, env=0., prompts=3, scorer=HalfSilent(silent), **{k: v for k, v in options.items() if k != 'kl_coef'})
+        source.kl_coef = options.get('kl_coef')
         found.append(next(source))
     whole, some, none = (experience.parts[0].advantages.view(3, G) for experience in found)
     assert some[2].eq(0).all() and none.eq(0).all() and whole[2].ne(0).any()
     rewards = found[0].parts[0].rewards[:2*G]
-    kwargs = {name: value for name, value in options.items() if name != 'penalty'} | {'tracker': EMATracker(), 'tasks': ['P', 'P']}
+    kwargs = {name: value for name, value in options.items() if name != 'kl_coef'} | {'tracker': EMATracker(), 'tasks': ['P', 'P']}
     assert_close(some[:2].flatten(), compute_advantages(rewards, G, **{'scale_rewards': 'group'} | kwargs))
     alone = [experience.table['reward'][:2*G].to_numpy().reshape(2, G) for experience in found]
     assert found[1].metrics()['reward_std'] == pytest.approx(alone[1].std(1, ddof=1).mean())

@@ -229,7 +229,7 @@ MISTAKES = [
     ('generate --temperature nan', PROMPT, ['--temperature', 'nan']),
     ('generate --group-size 0', PROMPT, ['--group-size', '0']),
     ('generate --max-new-tokens 0', PROMPT, ['--max-new-tokens', '0']),
-    ('generate --batch 0', PROMPT, ['--batch', '0']),
+    ('generate --batch-size 0', PROMPT, ['--batch-size', '0']),
     ('generate --device tpu', PROMPT, ['--device', 'tpu', 'no such kind of device); valid: auto, cpu']),
     ('generate --device cuda:99', PROMPT, ['--device', 'cuda:99', 'cpu']),
     ('generate --model no/such/folder', PROMPT, ['no/such/folder']),
@@ -277,7 +277,7 @@ MISTAKES = [
     ('eval --data lines.txt --samples-per-prompt 0', '', ['--samples-per-prompt', '0']),
     ('eval --data lines.txt --samples-per-prompt 4', '', ['--samples-per-prompt 4', 'give a --temperature above 0']),
     ('eval --data lines.txt --max-new-tokens 0', '', ['--max-new-tokens', '0']),
-    ('eval --data lines.txt --batch 0', '', ['--batch', '0']),
+    ('eval --data lines.txt --batch-size 0', '', ['--batch-size', '0']),
     ('eval --data lines.txt --model no/such/folder', '', ['no/such/folder']),
     ('eval --suite selfplay --games 107', '', ['--games 107: must be even, 2 to 106']), ('eval --suite env --data onlyp.txt', '', ['--data onlyp.txt: holds no A: line for --suite env; 1 good, 0 malformed']),
     ('eval --suite mate --games 4', '', ['--games 4', 'selfplay,stockfish', 'mate']), ('eval --suite mate --max-new-tokens 9', '', ['--max-new-tokens 9']),
@@ -583,7 +583,7 @@ def test_a_writer_that_is_not_installed_is_said_before_there_is_a_folder(call, c
 def test_generate_keeps_the_order_whatever_the_batch(call, tiny):
     prompts = [line.rsplit('+', 4)[0] + '+' for line in env_lines(5)] + [f'P: {START}']
     words = ['generate', '--model', tiny, '--max-new-tokens', '6', '--json']
-    rows = [json.loads(line) for line in call(*words, '--batch', '2', stdin='\n'.join(prompts))[1]]
+    rows = [json.loads(line) for line in call(*words, '--batch-size', '2', stdin='\n'.join(prompts))[1]]
     assert [row['prompt'] for row in rows] == prompts
     together = [json.loads(line) for line in call(*words, *prompts)[1]]
     assert [row['completion'] for row in rows] == [row['completion'] for row in together]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from rookworld_nb.buffer import BufferConfig, CollectorConfig
-from rookworld_nb.config import PRESETS, RunError, TrainConfig, odd_flags
+from rookworld_nb.config import PRESETS, RunError, TrainConfig, warned_flags
 from rookworld_nb.credit import gae
 from rookworld_nb.grpo import EMATracker, grpo_loss
 from rookworld_nb.kl import per_token_kl
@@ -60,9 +60,9 @@ def test_values_of_another_kind_are_refused_when_the_configuration_is_made(chang
     ({'steps': 9, 'kl_warmup_steps': 9}, '--kl-warmup-steps 9: the KL weighs nothing in all of --steps 9')])
 def test_settings_of_the_kl_that_change_nothing_here_are_spoken_of_in_the_plan(changes, said):
     config = TrainConfig(eval_policy=0, eval_env=0, **changes)
-    assert said in planned_work(Setup(config)) and [name for name in odd_flags(config)] == [name for name in changes if name != 'steps']
+    assert said in planned_work(Setup(config)) and list(warned_flags(config)) == [name for name in changes if name != 'steps']
     acting = {'kl_control': 'adaptive'} | ({'kl_warmup_factor': .1, 'kl_warmup_steps': 9} if 'kl_target' not in changes else {})
-    assert not odd_flags(replace(config, **acting))
+    assert not warned_flags(replace(config, **acting))
 
 
 def test_paths_are_kept_as_texts():

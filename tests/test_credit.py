@@ -231,7 +231,7 @@ def test_groups_are_dropped_where_nothing_can_be_learned(tmp_path):
 def test_a_price_of_the_kl_belongs_to_whole_answers(tmp_path):
     run = Run(TrainConfig(eval_policy=0, eval_env=0, output_dir=str(tmp_path/'run')))
     with pytest.raises(ValueError, match='no credit by part'):
-        Collector(run.model, run.reference, run.tokenizer, [], run.scorer, penalty=lambda: 1., credit=run.collector.credit)
+        Collector(run.model, run.reference, run.tokenizer, [], run.scorer, kl_coef=lambda: 1., credit=run.collector.credit)
 
 
 def test_a_task_without_known_parts_is_refused():

@@ -161,7 +161,7 @@ def test_rows_follow_the_samples():
     samples = [RUY, CLASS_SAMPLES['mate'], RUY]
     texts = [RUY.completion, 'x', CLASS_SAMPLES['mate'].completion, 'x', 'x', 'x']
     table = metrics_table(samples, texts, .7)
-    assert list(table['task']) == list('PPAAPP') and list(table['prompt']) == [0, 0, 1, 1, 2, 2] and list(table['sample']) == [0, 1]*3
+    assert list(table['task']) == list('PPAAPP') and list(table['prompt_number']) == [0, 0, 1, 1, 2, 2] and list(table['sample']) == [0, 1]*3
     assert table['reward'].tolist() == pytest.approx([1, -.3, 1, -.3, -.3, -.3]) and table['temperature'].eq(.7).all()
     assert tuple(table.columns) == HELDOUT_COLUMNS and list(table['completion']) == texts
 
@@ -317,7 +317,7 @@ def test_wilson_interval():
 def scored(values: list[list[float]], temperature: float = 1.) -> pd.DataFrame:
     """A table with given rewards, one inner list a prompt."""
     rows = [('P', i, j, temperature, value) for i, group in enumerate(values) for j, value in enumerate(group)]
-    return pd.DataFrame(rows, columns=['task', 'prompt', 'sample', 'temperature', 'reward']).reindex(columns=HELDOUT_COLUMNS)
+    return pd.DataFrame(rows, columns=['task', 'prompt_number', 'sample', 'temperature', 'reward']).reindex(columns=HELDOUT_COLUMNS)
 
 
 def test_paired_difference_by_hand():
@@ -424,7 +424,7 @@ def test_evaluation_is_deterministic_and_depends_on_the_seed(tiny):
     def run(seed, temperature=1.): return evaluate(*tiny, samples, temperature, seed, samples_per_prompt=2, max_new_tokens=12)
     first = run(0)
     assert first.equals(run(0)) and not first['completion'].equals(run(1)['completion'])
-    assert list(first['prompt']) == [i for i in range(6) for _ in range(2)] and list(first['task'][::2]) == list('PAPPPA')
+    assert list(first['prompt_number']) == [i for i in range(6) for _ in range(2)] and list(first['task'][::2]) == list('PAPPPA')
     greedy = run(0, 0.)['completion']
     assert greedy[::2].tolist() == greedy[1::2].tolist()
 
@@ -451,7 +451,7 @@ def test_no_interval_leaves_what_a_measure_can_be():
     near, rare = np.array([1., 1, 1, 1, .5]), np.array([0., 0, 0, 0, .3])
     assert mean_interval(near, False)['high'] > 1 and mean_interval(near, False, bounds=(0, 1))['high'] == 1
     assert mean_interval(rare, False)['low'] < 0 == mean_interval(rare, False, bounds=(0, math.inf))['low']
-    table = pd.DataFrame({'task': 'A', 'temperature': 0., 'prompt': range(5)} | dict.fromkeys(TASK_METRICS['A'], near))
+    table = pd.DataFrame({'task': 'A', 'temperature': 0., 'prompt_number': range(5)} | dict.fromkeys(TASK_METRICS['A'], near))
     assert summarise(table).loc[('A', 0., 'fen_similarity'), 'high'] == 1 < summarise(table).loc[('A', 0., 'reward'), 'high']
     assert {metric.unit for metrics in TASK_METRICS.values() for metric in metrics.values()} == {*BOUNDS, 'share'}
 

@@ -232,9 +232,11 @@ def test_the_memory_of_a_run_is_a_metric_where_the_system_says_it(monkeypatch):
     assert memory_metric('cpu') == memory_metric('mps') == {}
 
 
-def test_where_there_is_no_proc_it_is_said():
+def test_where_there_is_no_proc_it_is_said(tmp_path):
     with pytest.raises(HardwareError, match='only Linux'):
         proc_bytes('VmRSS', '/no/such/place')
+    (tmp_path/'status').write_bytes(b'Name:\tzug-\xc3\nVmRSS:\t 5 kB\n')    # a program of any name
+    assert proc_bytes('VmRSS', tmp_path/'status') == 5120
 
 
 def test_a_field_that_the_kernel_lacks_is_said():

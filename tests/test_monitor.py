@@ -177,8 +177,9 @@ def test_health_report_shows_the_mean_reward_of_each_task_over_its_steps():
     row = dict(ROW, **{'task_P/reward': .5, 'task_A/reward': .9, 'task_P/reward_max': 1.})
     assert 'MaxRatio=1.88 | mean reward of 1 step: P=0.500, A=0.900 | green: ' in health_report(row)
     before = [{'task_P/reward': .25}, {'reward': .1, 'task_P/reward': .45, 'task_A/reward': None}, {'task_A/reward': .8, 'task_write/reward': .1}]
-    assert ' | mean reward of 4 steps: write=0.100, P=0.400, A=0.850 | ' in health_report(row, before)
+    assert ' | mean reward of 4 steps: P=0.400, write=0.100, A=0.850 | ' in health_report(row, before)
     assert 'mean reward' not in health_report(ROW, [{'reward': .3}])
+    assert 'a-b=0.300' in health_report(dict(ROW, **{'task_a-b/reward': .3}))
 
 
 def test_a_step_without_a_token_has_no_ratio_and_no_entropy():
@@ -229,6 +230,7 @@ def test_curves_of_a_run():
     {'step': [1., 2.], 'reward': [.5, .5], 'entropy': [0., 0.]}, pd.DataFrame(rows(1))], ids=range(6))
 def test_curves_of_poor_data(table):
     assert png_size(plot_curves(table, kl_target=.05)._repr_png_())
+    assert png_size(Curves(kl_target=.05).update(table).figure._repr_png_())    # all panels, as a dashboard has them
 
 
 def test_a_finished_picture_leaves_out_what_was_not_measured():
@@ -252,6 +254,12 @@ def test_last_point_wears_the_colour_of_its_light():
     for at, colour in ((None, 'green'), (10, 'red')):
         chart = plot_last(rows(40, collapse_at=at))
         assert chart.last.get_color() == monitor.LIGHT_COLOURS[colour]
+
+
+def test_the_most_so_far_is_drawn_as_it_is_and_a_reward_as_a_trend():
+    run = pd.DataFrame(rows(40)).assign(**{'perf/memory_gb': [1.]*39 + [1.5]})
+    charts = {chart.panel.title: chart for chart in Curves().update(run).charts}
+    assert charts['Memory'].trend[0].get_ydata()[-1] == 1.5 and charts['Reward'].trend[0].get_ydata()[-1] != run['reward'].iloc[-1]
 
 
 def test_a_line_without_values_has_no_name():

@@ -45,7 +45,6 @@ def test_the_share_of_legal_moves_is_shown_and_not_paid():
     assert table['raw'][3] == table['raw'][4]    # as many hits, the same best move
 
 
-
 def rewards(cfg: RewardConfig, pairs=BATTERY, calls: int = 1) -> torch.Tensor:
     """The rewards of the last of several identical calls."""
     scorer = RewardScorer(cfg)

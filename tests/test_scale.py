@@ -84,6 +84,8 @@ def test_a_part_of_a_grid_is_a_random_part():
 
 def test_more_trials_than_points_are_said_to_be_no_more(caplog):
     assert Search({}, ('grid',), 433).size == 432 and '--trials 433: the grid has 432 points' in caplog.text
+    Search({'kl_target': .1}, ('lr=1e-4|1e-5',))
+    assert '--kl-target 0.1: acts only with --kl-control adaptive' in caplog.text
     caplog.clear()
     assert Search({}, ('grid',), 432).size == 432 and not caplog.text
 
