@@ -362,7 +362,8 @@ def sample_shares(
     ranks: Ranks,                          # who works together
 ) -> list[Rollouts]:                       # of each task what this process samples
     "Answer prompts; A: may have a limit of its own."
-    limits = [share[0].task == 'A' and config.max_new_tokens_env or config.max_new_tokens for share in shares]
+    own = {'A': config.max_new_tokens_env or config.max_new_tokens}
+    limits = [own.get(share[0].task, config.max_new_tokens) for share in shares]
     return [sample_completions(model, tokenizer, [sample.prompt for sample in share], config.group_size, limit,
                                config.temperature, generator, ranks.share(len(share)))
             for share, limit in zip(shares, limits)]
