@@ -7,14 +7,14 @@ __all__ = ['Range', 'TOLERANCE', 'REWARD_METRICS', 'COMPLETION_METRICS', 'UPDATE
            'INK', 'MUTED', 'FAINT', 'BLUE', 'ORANGE', 'BAND', 'LIGHT_COLOURS', 'STYLE', 'PANELS', 'MetricError',
            'Metric', 'registry', 'name_pattern', 'metric_for', 'range_text', 'Light', 'light_of', 'numbers_of',
            'lights', 'gravest', 'overall', 'simulated_run', 'palette_png', 'Picture', 'Panel', 'column', 'smooth',
-           'view_limits', 'dress', 'Chart', 'Curves', 'plot_curves', 'values_of', 'console_line', 'task_means',
-           'health_report']
+           'view_limits', 'dress', 'Chart', 'Curves', 'plot_curves', 'values_of', 'console_line', 'rewarded_tasks',
+           'task_means', 'health_report']
 
 # %% ../nbs/20_monitor.ipynb #c87cb6a9
 import math
 import random
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from io import BytesIO
@@ -520,13 +520,20 @@ def console_line(
             f'{split}Time: {seconds:.2f}s')
 
 # %% ../nbs/20_monitor.ipynb #42804d01
+def rewarded_tasks(
+    names: Iterable[str],  # of metrics
+) -> list[str]:            # in the same order
+    """The tasks whose mean reward is among some metrics."""
+    return [name[len('task_'):-len('/reward')] for name in names if re.fullmatch('task_.+/reward', name)]
+
+
 def task_means(
     rows: Sequence[Mapping[str, float]],  # of the log
 ) -> str:                                 # '' where no row has the reward of a task
     """The mean reward of each task over some steps, in words."""
-    rewards = pd.DataFrame([numbers_of(row) for row in rows]).filter(regex=r'^task_.+/reward$').mean().dropna()
-    order = sorted(rewards.index, key=lambda name: (name == 'task_A/reward', name))    # P before A
-    means = ', '.join(f'{name[len("task_"):-len("/reward")]}={rewards[name]:.3f}' for name in order)
+    mean = pd.DataFrame([numbers_of(row) for row in rows]).mean().dropna()
+    tasks = sorted(rewarded_tasks(mean.index), key=lambda task: (task == 'A', task))    # P before A
+    means = ', '.join(f'{task}={mean[f"task_{task}/reward"]:.3f}' for task in tasks)
     return means and f'mean reward of {len(rows)} step{"s"*(len(rows) > 1)}: {means} | '
 
 

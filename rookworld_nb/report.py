@@ -42,9 +42,10 @@ from .boards import pick_rows
 from .config import BY_SIZE, NOT_REPEATED, SMALL, TrainConfig
 from .evaluate import ROUNDING, TASK_METRICS, student_t
 from .flags import as_text, words_of
-from .monitor import (
+from rookworld_nb.monitor import (
     BAND, BLUE, COLOURS, FAINT, INK, LIGHT_COLOURS, MUTED, ORANGE, STYLE, Curves, Light, Panel, Picture, column, dress,
-    gravest, lights, metric_for, numbers_of, palette_png, plot_curves, view_limits)
+    gravest, lights, metric_for, numbers_of, palette_png, plot_curves, rewarded_tasks,
+    view_limits)
 from .positions import spread
 from .records import TABLE_COLUMNS, metric_rows, plain, read_completions, write_atomic
 from .rewards import default_reward
@@ -602,7 +603,7 @@ def draw(
             raise ReportError(f'{run.folder/"config.json"}: kl_target is {target!r}, not a number')
         pictures['curves'] = plot_curves(run.metrics, target)
         pictures['bands'] = plot_bands(run.metrics)
-        tasks = tasks_in(name[5:-7] for name in run.metrics if name.startswith('task_') and name.endswith('/reward'))
+        tasks = tasks_in(rewarded_tasks(run.metrics))
         pictures |= {f'task_{task}': plot_task(run.metrics, task) for task in tasks}
         pictures['looks'] = plot_looks(run.metrics, run.changes)
         found = findings(run.steps, run.judged)

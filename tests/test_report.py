@@ -526,7 +526,7 @@ def test_what_was_done_by_hand_is_listed(tmp_path):
 
 def test_a_reward_of_ones_own_is_in_view():
     table = pd.DataFrame(simulated_run(8)).assign(**{'task_P/reward': np.linspace(2, 9, 8)})
-    reward, *others = plot_task(table, 'P').axes
+    reward, *_ = plot_task(table, 'P').axes
     assert reward.get_ylim()[1] > 9 and reward.get_ylim()[0] < 2
 
 
