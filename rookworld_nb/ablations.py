@@ -34,27 +34,31 @@ from .setup import examine
 from .weights import load_pretrained
 
 # %% ../nbs/33_ablations.ipynb #391aef91
-#: What all cells share: a default run, made shorter, with the KL's weight and the mix that were the defaults then.
-SHARED: dict[str, Any] = {'steps': 32, 'eval_samples': 6, 'save_every': 16, 'kl_coef': .02, 'mix_env_ratio': .2}
+#: What all cells share: a default run, made shorter.
+SHARED: dict[str, Any] = {'steps': 32, 'eval_samples': 6, 'save_every': 16}
 
-_KL = {'kl_coef': .1}
 #: Question -> name of a cell -> settings changed in it.
 STUDIES: dict[str, dict[str, dict[str, Any]]] = {
     'credit': {'whole answers': {'credit': 'answer'}},
+    'critic': {'learned baseline': {'use_gae': True}},
     'replays': {
         '2 replays, equal rollouts': {'replays': 2, 'steps': 64},
         '4 replays, equal rollouts': {'replays': 4, 'steps': 128},
         '2 replays, equal time': {'replays': 2, 'steps': 44},
         '4 replays, equal time': {'replays': 4, 'steps': 52}},
+    'rate': {
+        'half the learning rate': {'lr': 7.5e-5},
+        'twice the learning rate': {'lr': 3e-4}},
+    'groups': {
+        'groups of 4': {'group_size': 4, 'batch_positions': 64},
+        'groups of 16': {'group_size': 16, 'batch_positions': 16}},
     'kl': {
         'no KL': {'kl_coef': 0.},
-        'kl1': _KL | {'kl_estimator': 'kl1', 'kl_unbiased': False},
-        'kl2': _KL | {'kl_estimator': 'kl2', 'kl_unbiased': False},
-        'kl3': _KL | {'kl_unbiased': False},
-        'kl3, weighted': _KL,
-        **{name: _KL | {'kl_estimator': name} for name in EXACT_KL},
-        'kl3, weighted, warm-up': _KL | {'kl_warmup_steps': 10}},
-    'price': {'kl1 in the reward': _KL | {'kl_estimator': 'kl1', 'kl_in_reward': True}},
+        'kl1': {'kl_estimator': 'kl1', 'kl_unbiased': False},
+        'kl2': {'kl_estimator': 'kl2', 'kl_unbiased': False},
+        'kl3': {'kl_unbiased': False},
+        **{name: {'kl_estimator': name} for name in EXACT_KL}},
+    'price': {'kl1 in the reward': {'kl_estimator': 'kl1', 'kl_in_reward': True}},
     'advantages': {
         'ema baseline': {'baseline_type': 'ema'},
         'adaptive baseline': {'baseline_type': 'adaptive'},
@@ -75,8 +79,7 @@ UNTRAINED = 'untrained'  # the model that all runs start from
 
 # %% ../nbs/33_ablations.ipynb #0cfec89e
 #: Study -> the cell that its cells are compared with.
-REFERENCES = dict.fromkeys(STUDIES, DEFAULT) | {
-    'kl': 'kl3, weighted', 'price': 'whole answers', 'rewards': 'whole answers'}
+REFERENCES = dict.fromkeys(STUDIES, DEFAULT) | dict.fromkeys(('critic', 'price', 'rewards'), 'whole answers')
 
 
 class AblationError(ValueError):

@@ -665,7 +665,7 @@ def report(
 
 # %% ../nbs/35_cli.ipynb #f93892b3
 def ablate(
-    *studies: str,    # credit, replays, kl, price, advantages, rewards, mix, averaging; none: all, which takes hours
+    *studies: str,  # credit, critic, replays, rate, groups, kl, price, advantages, rewards, mix, averaging; none: all
     output_dir: Path = Path('runs/ablations'),  # of the runs and results.csv; named again, it resumes the study
     seeds: int = 3,                           # runs of each cell
     workers: int = 1,                         # runs side by side

@@ -202,7 +202,7 @@ def check_kinds(
     for name, kind in get_type_hints(TrainConfig).items():
         value, valid = getattr(config, name), get_args(kind) or (kind,)
         if get_origin(kind) is not Literal and type(value) not in valid and not (type(value) is int and float in valid):
-            raise RunError(f'--{name.replace("_", "-")} {value!r}: must be {getattr(kind, "__name__", kind)}')
+            raise RunError(f'--{name.replace("_", "-")} {value!r:.80}: must be {getattr(kind, "__name__", kind)}')
 
 # %% ../nbs/27_config.ipynb #eb00f9a9
 LEAST = {'steps': 1, 'batch_positions': 1, 'replays': 1, 'eval_every': 1, 'save_every': 1, 'keep_checkpoints': 1,

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['REWARD', 'MULTIPV', 'POLICY_METRICS', 'ENV_METRICS', 'TASK_METRICS', 'EVAL_CLIP', 'ROUNDING', 'CLASSES', 'KEYS',
            'HELDOUT_COLUMNS', 'Z95', 'SHARE', 'BOUNDS', 'FEW', 'RECALL_COLUMNS', 'TaskMetric', 'clip_pawns',
-           'best_move_metrics', 'policy_metrics', 'move_class', 'env_metrics', 'EvaluationError', 'check_tasks',
+           'best_move_metrics', 'policy_metrics', 'move_class', 'env_metrics', 'EvaluationError', 'check_asked',
            'metrics_table', 'completions', 'evaluate', 'chance_line', 'bootstrap_interval', 'wilson_interval',
            'student_t', 'mean_interval', 'by_prompt', 'summarise', 'select_rows', 'recall_table', 'Difference',
            'paired_difference', 'compare']
@@ -172,10 +172,16 @@ class EvaluationError(ValueError):
     """Samples, texts or tables that cannot be evaluated as asked."""
 
 
-def check_tasks(
-    samples: Sequence[Sample],  # to be measured
+def check_asked(
+    samples: Sequence[Sample],    # to be measured
+    scorer: RewardScorer | None,  # of their answers
 ) -> None:
-    """Raise EvaluationError where there is a sample of a task without metrics."""
+    """Raise EvaluationError for anything but samples of tasks with metrics, and but a scorer."""
+    if wrong := [sample for sample in samples if not isinstance(sample, Sample)]:
+        raise EvaluationError(f'samples must be of the class Sample, not {wrong[0]!r:.60}')
+    if not (scorer is None or isinstance(scorer, RewardScorer)):
+        raise EvaluationError(f'scorer must be a RewardScorer, not {type(scorer).__name__}; for a reward of your own '
+                              'RewardScorer(reward_fn=...)')
     if strange := {sample.task for sample in samples} - {*TASK_METRICS}:
         raise EvaluationError(f'samples of task {", ".join(sorted(strange))}: '
                               f'only {" and ".join(TASK_METRICS)} can be measured')
@@ -188,7 +194,7 @@ def metrics_table(
     scorer: RewardScorer | None = None,  # pays the reward column; None is RewardScorer(), which pays in steps
 ) -> pd.DataFrame:                       # one row a completion, HELDOUT_COLUMNS; NaN for the other task's metrics
     """Measure given completions."""
-    check_tasks(samples)
+    check_asked(samples, scorer)
     if isinstance(texts, str):
         raise EvaluationError(f'texts must be a list of completions, not the text {texts!r:.60}')
     if not len(samples) or not len(texts) or len(texts) % len(samples):
@@ -242,7 +248,7 @@ def evaluate(
     """Sample completions of held-out prompts and measure them; the same seed and batch_size give the same table."""
     if not samples:
         raise EvaluationError('there are no samples to evaluate; give at least one')
-    check_tasks(samples)
+    check_asked(samples, scorer)
     texts: list[list[str]] = [[]]*len(samples)
     for task in TASK_METRICS:
         rows = [i for i, sample in enumerate(samples) if sample.task == task]

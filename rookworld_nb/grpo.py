@@ -116,10 +116,10 @@ def compute_advantages(
     groups = by_group(rewards.detach(), group_size)
     tied = (groups == groups[:, :1]).all(1, keepdim=True)
     if baseline == 'ema': level = ema_baseline(groups, tracker, tasks)    # which must hear of tied groups too
-    elif tied.all(): return groups.new_zeros(len(rewards))
-    elif baseline == 'group_mean': level = groups.mean(1, keepdim=True)
-    elif baseline == 'adaptive': level = adaptive_baseline(groups)
-    else: level = leave_one_out_baseline(groups)
+    if tied.all(): return groups.new_zeros(len(rewards))
+    if baseline == 'group_mean': level = groups.mean(1, keepdim=True)
+    if baseline == 'adaptive': level = adaptive_baseline(groups)
+    if baseline == 'leave_one_out': level = leave_one_out_baseline(groups)
     advantages = groups - level
     if scale_rewards == 'group': advantages = advantages / (groups.std(1, keepdim=True) + STD_FLOOR)
     if scale_rewards == 'batch': advantages = advantages / (groups.std() + STD_FLOOR)

@@ -126,6 +126,7 @@ class Block(nn.Module):
         mode: str | None = None,  # of torch.compile, for the parts before and after `attend`; None: not compiled
     ) -> Tensor:           # (B, T, D)
         'Attention, then the MLP.'
+        # the two methods below as plain functions of the block, compiled where a mode is given
         before, behind = (f if mode is None else compiled(f, mode) for f in (Block.before, Block.behind))
         flat = x.flatten(0, 1) if mode is None else x.flatten(0, 1).clone()    # (B*T, D); views are compiled per shape
         mixed = self.attn.mix(before(self, flat).view(*x.shape[:2], -1), attend)    # (B*T, D)

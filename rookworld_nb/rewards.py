@@ -403,7 +403,7 @@ def stored_truth(
     answer = read_policy(target)    # not of another position, and nothing in it that cannot be read
     if not answer.has_form():
         raise BadTarget(f'target {target!r} must be M: 1 to {MAX_MOVES} moves E: as many evaluations B: a move '
-                        f'({fault_of(prompt + target)})')
+                        f'({fault_of(f"{prompt} {target}")})')
     fen = read_prompt(prompt).fen
     if wrong := [m for i, m in enumerate(answer.moves) if m not in legal_moves(fen) or m in answer.moves[:i]]:
         raise BadTarget(f'target {target!r}: {wrong[0]} is illegal in {fen} or listed twice')
@@ -461,7 +461,8 @@ def find_truth(
     if target is not None:
         return stored_truth(prompt, target)
     if engine is None:
-        raise MissingTarget(f'{prompt!r} has no stored target and there is no engine to ask; give one of the two')
+        raise MissingTarget(f'{prompt!r} has no stored target and there is no engine to ask; give one of the two, as in '
+                            'RewardScorer(engine=Stockfish())')
     return engine_truth(prompt, engine)
 
 # %% ../nbs/05_rewards.ipynb #e45d61b4

@@ -102,6 +102,7 @@ def _plain(board: str, castling: str, passant: str) -> bool:  # python-chess wou
     if passant != '-' or not _CASTLING.fullmatch(castling): return False
     rows = board.split('/')
     white, black = (re.sub('[1-8]', lambda empty: '.'*int(empty[0]), rows[at]) for at in (-1, 0))
+    # of a home rank, [4:8:3] is e and h, [:5:4] is a and e
     corners = {'K': ('KR', white[4:8:3]), 'Q': ('RK', white[:5:4]), 'k': ('kr', black[4:8:3]), 'q': ('rk', black[:5:4])}
     return castling == '-' or all(corners[right][0] == corners[right][1] for right in castling)
 

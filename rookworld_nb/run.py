@@ -46,7 +46,7 @@ from .ranks import ALONE, Ranks, agree
 from .records import (
     MetricWriter, RunWriter, read_metrics, save_reward_curve, write_atomic, write_json)
 from .rewards import default_reward, name_of
-from .setup import Setup, choose_batch, examine, glance, planned_work, run_folder
+from .setup import Setup, choose_batch, examine, glance, planned_work, refusal, run_folder
 from .trainer import restore_trainer, trainer_state
 from .weights import ModelFileError, load_pretrained, read_json
 
@@ -185,7 +185,7 @@ def resumed_config(
             raise RunError(f'{name}: no such setting')
         if name not in (*FREE, *MOVABLE) and stored[name] != value:
             raise RunError(f'{typed(name, value)}: the run in {folder} has {as_text(stored[name])}, and '
-                           '--resume goes on with it as it is; start a new run instead')
+                           f'--resume goes on with it as it is; start a new run instead, from --model {folder/"final_checkpoint"}')
     engine = stored['stockfish_path']
     if engine and 'stockfish_path' not in asked and not stands_apart(engine, folder):
         raise RunError(f'--stockfish-path {engine}: the run in {folder} names a program beside it, which --resume '
@@ -375,7 +375,7 @@ class Run(Setup):
 
     def steps(
         self,
-        writers: Sequence = (),  # others that take each row, with `log(metrics)`
+        writers: Sequence = (),  # others that take each row, with `log(metrics)`: here not makers, and not closed
         held: bool = False,      # whether other runs are kept out of the folder already, as in `train`
     ) -> Generator[dict[str, float], None, None]:  # metrics by name, one row per optimiser step
         "Train, and write everything down as it happens; the final checkpoint is written however the loop ends."
@@ -665,10 +665,10 @@ def train(
     writers: Sequence[Callable] = (),     # (run folder, configuration) -> what takes each row: `log`, `close`
     ranks: Ranks = ALONE,                 # the processes that do it together; the first of them writes and speaks
     reward_fn: Callable[..., Iterable[float]] = default_reward,  # prompts, answers, scores -> a reward of your own
-) -> pd.DataFrame:  # the before/after table
+) -> pd.DataFrame:  # the before/after table; the run itself is in config.output_dir
     "The main job, with its progress on the console: plan, evaluation, training, evaluation, table."
     for make in writers:
-        if not callable(make): raise RunError(f'writers: {type(make).__name__} cannot be called; {WRITER}')
+        if why := refusal(make, ('folder', 'settings')): raise RunError(f'writers: {name_of(make)}: {why}; {WRITER}')
     run, say = Run(config, ranks, reward_fn), tqdm.write if ranks.first else lambda line: None
     with closing(run), memory_in_words(run), ExitStack() as stack:
         say(f'{planned_work(run)}\nHardware: {run.hardware}\nRun folder: {run.folder}')

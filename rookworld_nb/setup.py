@@ -4,9 +4,10 @@
 
 # %% auto #0
 __all__ = ['logger', 'OFTEN', 'SIGHT', 'warn_of_labels', 'apart_from_evaluation', 'warn_of_few', 'training_samples',
-           'heldout_samples', 'run_folder', 'both_devices', 'warn_weightless', 'paid_by', 'try_reward', 'shortened',
-           'open_engine', 'announced', 'answers_of', 'collector_of', 'Setup', 'updates_per_batch', 'prompts_to_draw',
-           'planned_work', 'trial_run', 'memory_components', 'profile_batches', 'choose_batch', 'examine', 'glance']
+           'heldout_samples', 'run_folder', 'both_devices', 'warn_weightless', 'paid_by', 'refusal', 'try_reward',
+           'shortened', 'open_engine', 'announced', 'answers_of', 'collector_of', 'Setup', 'updates_per_batch',
+           'prompts_to_draw', 'planned_work', 'trial_run', 'memory_components', 'profile_batches', 'choose_batch',
+           'examine', 'glance']
 
 # %% ../nbs/30_setup.ipynb #a453277b
 import copy
@@ -184,24 +185,34 @@ def paid_by(
     return replace(config, credit='answer')
 
 # %% ../nbs/30_setup.ipynb #21cc0831
+def refusal(
+    function: Callable,     # of somebody's own
+    names: Sequence[str],   # of what it will be called with
+) -> str:                   # why it cannot be; empty where it can, or where nothing is known of it
+    "Whether a function takes as many arguments as it will get, found without calling it."
+    if not callable(function): return 'cannot be called'
+    try: signature(function).bind(*names)
+    except TypeError as error: return str(error)
+    except ValueError: pass    # some functions written in C do not say what they take
+    return ''
+
+
 def try_reward(
     reward_fn: Callable,        # the default, which needs no trial, or one of somebody's own
     config: TrainConfig,        # rewards, share of A: prompts
     heldout: Sequence[Sample],  # of the examinations
     samples: Sequence[Sample],  # to train on
 ) -> None:
-    "Try a custom reward on right answers of each task, so that what is wrong with it is found at once."
+    "Try a custom reward on right answers of each task, and on empty ones, so that what is wrong is found at once."
     if reward_fn is default_reward: return
-    wanted, given = ('prompts', 'completions', 'components'), None
-    with suppress(ValueError): given = signature(reward_fn)    # some functions written in C have none
-    try:
-        if given is not None: given.bind(*wanted)
-    except TypeError as error:
-        raise RunError(f'reward_fn={name_of(reward_fn)}: is called with {", ".join(wanted)} ({error})') from None
+    wanted = 'prompts', 'completions', 'components'
+    why = 'a scorer has targets in their place' if isinstance(reward_fn, RewardScorer) else refusal(reward_fn, wanted)
+    if why: raise RunError(f'reward_fn={name_of(reward_fn)}: is called with {", ".join(wanted)} ({why})')
     never = {0: 'A', 1: 'P'}.get(config.mix_env_ratio)    # dealt, whatever is in the data
     asked = [*heldout, *(sample for sample in samples if sample.task != never)]
     known = by_task(sample for sample in asked if sample.completion)
-    rows = [(sample.prompt, sample.completion, sample.completion) for some in known.values() for sample in some[:16]]
+    rows = [(sample.prompt, answer, sample.completion) for some in known.values() for sample in some[:16]
+            for answer in (sample.completion, '')]
     if rows: RewardScorer(config.rewards, reward_fn=reward_fn)(*zip(*rows))
 
 # %% ../nbs/30_setup.ipynb #6f5a0e3f

@@ -224,7 +224,7 @@ class Part(NamedTuple):
     "Where a part of an answer stands."
     name: str   # M1 ... M5, E:, E1 ... E5, B:, B1 (policy); fen, reward, terminated, truncated (environment)
     start: int  # its first character
-    end: int    # the character behind its last one
+    end: int    # the character after its last one
 
 def policy_parts(
     text: str,    # a P: completion; any string

@@ -324,7 +324,21 @@ def test_advantages_equal_plain_statistics(baseline, scale, seed, size, groups, 
     assert_close(compute_advantages(rewards, size, baseline, scale), fp64(expected), **EXACT)
 
 
-@pytest.mark.filterwarnings('error')  # the spread of a group of one is not even asked for
+@pytest.fixture
+def every_warning():
+    torch.set_warn_always(True)    # PyTorch warns of a place once in a process
+    yield
+    torch.set_warn_always(False)
+
+
+@pytest.mark.filterwarnings('error')
+@pytest.mark.usefixtures('every_warning')
+@pytest.mark.parametrize('scale', REWARD_SCALES)
+@pytest.mark.parametrize('baseline', BASELINES)
+def test_the_spread_of_groups_of_one_is_not_even_asked_for(baseline, scale):
+    assert compute_advantages(torch.tensor([.5, .7]), 1, baseline, scale).tolist() == [0.0, 0.0]
+
+
 @settings(max_examples=60)
 @given(reward=st.floats(-.25, 1, width=32), size=st.integers(1, 16), baseline=st.sampled_from(BASELINES),
        scale=st.sampled_from(REWARD_SCALES))

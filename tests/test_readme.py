@@ -1,4 +1,5 @@
 "The Python of the README runs as it stands there."
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -7,7 +8,9 @@ import chess
 import pytest
 import torch
 
-from rookworld_nb.run import train
+from rookworld_nb.positions import shipped
+from rookworld_nb.run import Run, train
+from rookworld_nb.weights import load_pretrained, save_pretrained
 from short_runs import SHORT
 
 SNIPPETS = re.findall(r'^```python\n(.*?)^```', Path(__file__).parent.with_name('README.md').read_text(encoding='utf-8'), re.M | re.S)
@@ -76,3 +79,18 @@ def test_a_loop_of_ones_own_learns_from_what_it_sampled(run_snippet, capsys):
     lines = re.findall(r'reward (\S+), KL (\S+), largest ratio (\S+)', capsys.readouterr().out)
     assert len(lines) == 3 and all(abs(float(ratio) - 1) < 1e-3 for *_, ratio in lines) and float(lines[0][1]) < 1e-4 < float(lines[2][1]) < .05
     assert any(p.ne(q).any() for p, q in zip(names['model'].parameters(), names['reference'].parameters()))
+
+
+def test_a_run_is_watched_step_by_step(run_snippet, monkeypatch, capsys):
+    monkeypatch.setattr('rookworld_nb.run.Run', lambda config: Run(replace(SHORT, steps=2, output_dir=config.output_dir)))
+    table = run_snippet('finish(run, before')['table']
+    said = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [step for step, *_ in said] == ['1', '2'] and all(float(letters) > 1 for *_, letters in said)
+    assert {'before', 'after'} <= {*table} and json.loads(Path('runs/watched/summary.json').read_text())['steps'] == 2
+
+
+def test_two_models_are_compared(run_snippet, monkeypatch, capsys):
+    monkeypatch.setattr('rookworld_nb.positions.shipped', lambda name: shipped(name)[:12])
+    save_pretrained(*load_pretrained('nano'), 'runs/mine/final_checkpoint')
+    names = run_snippet('print(compare(')
+    assert (names['before']['reward'] == names['after']['reward']).all() and 'difference' in capsys.readouterr().out

@@ -17,6 +17,7 @@ from importlib.resources import files
 from pathlib import Path
 from types import SimpleNamespace
 
+import chess
 import numpy as np
 import pandas as pd
 import pytest
@@ -31,9 +32,11 @@ from rookworld_nb.config import RunError, TrainConfig
 from rookworld_nb.records import read_metrics
 from rookworld_nb.hardware import memory_metric
 from rookworld_nb.positions import shipped, write_lines
+from rookworld_nb.rewards import RewardScorer, read_policy
 from rookworld_nb.rules import AnalysisCache
 from rookworld_nb.run import Run, alone_in, cache_words, closing_table, levers, origin_of, read_events, resumed_config, run_state, run_summary, save_run, steer, train
 from rookworld_nb.setup import examine, planned_work
+from rookworld_nb.tasks import read_prompt
 from rookworld_nb.weights import load_pretrained, save_pretrained
 from short_runs import RATE, SHORT, TINY
 
@@ -906,7 +909,7 @@ def test_a_reward_is_tried_on_the_tasks_that_it_will_be_asked_about(tmp_path, ch
 
 def test_a_reward_that_takes_the_table_for_targets_is_refused_at_once(tmp_path):
     def exact(prompts, completions, targets): return [float(a == b) for a, b in zip(completions, targets)]
-    with pytest.raises(ValueError, match='a number for each of 16 answers is needed'):
+    with pytest.raises(ValueError, match='a number for each of 32 answers is needed'):
         Run(replace(TINY, mix_env_ratio=0., answer_coef=0., answer_positions=64, model='none', output_dir=str(tmp_path/'run')), reward_fn=exact)
 
 
@@ -978,16 +981,16 @@ def test_there_is_no_checkpoint_of_a_run_that_has_not_begun(tmp_path):
 
 
 def test_a_reward_that_is_no_number_is_refused_before_anything_is_learned(tmp_path):
-    """What is seen at right answers of each task is said before the model is loaded; the rest before it is learned from."""
+    """What is seen at right and at empty answers of each task is said before the model is loaded; the rest before it is learned from."""
     config = replace(TINY, mix_env_ratio=.5, model=str(tmp_path/'none'), output_dir=str(tmp_path/'run'))
-    with pytest.raises(ValueError, match=r'of 16 of 32 answers is not finite \(in float32\), the first is nan for an answer to A:'):
+    with pytest.raises(ValueError, match=r'of 32 of 64 answers is not finite \(in float32\), the first is nan for an answer to A:'):
         Run(config, reward_fn=lambda prompts, texts, components: components['best'])
-    with pytest.raises(ValueError, match=r'of 32 of 32 answers is not finite \(in float32\), the first is 1e\+39'):
+    with pytest.raises(ValueError, match=r'of 64 of 64 answers is not finite \(in float32\), the first is 1e\+39'):
         Run(config, reward_fn=lambda prompts, texts, components: [1e39]*len(texts))
     rows = []
     def late(prompts, texts, components):
         rows.extend(texts)
-        return [math.nan if len(rows) > 32 else 1.]*len(texts)
+        return [math.nan if len(rows) > 64 else 1.]*len(texts)
     run = Run(replace(config, model='nano'), reward_fn=late)
     with pytest.raises(ValueError, match=r'is not finite \(in float32\), the first is nan for an answer to P:'): next(run.steps())
     assert run.trainer.step == 0
@@ -998,6 +1001,20 @@ def test_a_reward_that_is_no_number_is_refused_before_anything_is_learned(tmp_pa
 def test_a_reward_of_another_shape_is_refused_before_the_model_is_loaded(tmp_path, reward_fn, told):
     with pytest.raises(RunError, match=f'reward_fn=.*lambda.*: is called with prompts, completions, components .{told}'):
         Run(replace(TINY, model=str(tmp_path/'none'), output_dir=str(tmp_path/'run')), reward_fn=reward_fn)
+
+
+def test_a_scorer_is_no_reward_function(tmp_path):
+    with pytest.raises(RunError, match='reward_fn=RewardScorer: is called with prompts, completions, components .a scorer has targets'):
+        Run(replace(TINY, output_dir=str(tmp_path/'run')), reward_fn=RewardScorer())
+
+
+def test_a_reward_that_fails_for_an_unreadable_answer_fails_before_the_model_is_loaded(tmp_path):
+    def captures(prompts, completions, components):
+        return [float(chess.Board(read_prompt(prompt).fen).is_capture(chess.Move.from_uci(read_policy(text).best))) if task == 'P' else usual
+                for prompt, text, task, usual in zip(prompts, completions, components['task'], components['reward'])]
+    with pytest.raises(TypeError, match='NoneType'):
+        Run(replace(TINY, model=str(tmp_path/'none'), output_dir=str(tmp_path/'run')), reward_fn=captures)
+    assert not (tmp_path/'run').exists()
 
 
 def test_a_run_killed_in_its_first_examination_goes_on_with_its_own_reward(tmp_path, monkeypatch):
@@ -1021,8 +1038,9 @@ def test_each_guest_has_a_row_of_its_own(tmp_path):
 def test_a_writer_that_is_none_is_found_before_the_first_step(tmp_path):
     class Half:
         def log(self, row): raise AssertionError('never reached')
-    with pytest.raises(RunError, match='writers: Half cannot be called; each is called with the run folder'):
-        train(replace(SHORT, output_dir=str(tmp_path/'run')), [Half()])
+    for maker, why in ((Half(), 'Half: cannot be called'), (Half, 'Half: too many positional arguments')):
+        with pytest.raises(RunError, match=f'writers: .*{why}; each is called with the run folder'):
+            train(replace(SHORT, output_dir=str(tmp_path/'run')), [maker])
     assert not (tmp_path/'run').exists()
     with pytest.raises(RunError, match='writers: Half has no method close; each is called with'):
         train(replace(SHORT, output_dir=str(tmp_path/'run')), [lambda folder, settings: Half()])
