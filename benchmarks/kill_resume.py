@@ -22,7 +22,7 @@ import torch
 FLAGS = ('--steps 12 --batch-positions 4 --group-size 4 --minibatch-positions 3 --buffer-capacity 2 --replays 2 --mix-env-ratio 0.25 --max-new-tokens 32 '
          '--eval-policy 0 --eval-env 0 --save-every 2 --baseline-type ema --kl-control adaptive').split()
 KINDS = [], ['--normalize-rewards']    # credit by part, and by whole answers with a running scale
-CLOCKS = {'time', 'seconds', 'step_time', 'gen_seconds', 'perf/gen_tok_s', 'perf/train_tok_s', 'perf/mfu', 'perf/memory_gb'}
+CLOCKS = 'time', 'seconds', 'step_time', 'gen_seconds', 'perf/'    # what no two runs have in common
 
 
 def train(folder, flags):
@@ -36,7 +36,7 @@ def digest(value):
     if isinstance(value, torch.Tensor):
         return hashlib.sha256(value.contiguous().numpy().tobytes()).hexdigest()
     if isinstance(value, dict):
-        return {name: digest(item) for name, item in value.items() if name not in CLOCKS}
+        return {name: digest(item) for name, item in value.items() if not str(name).startswith(CLOCKS)}
     return [digest(item) for item in value] if isinstance(value, list | tuple) else repr(value)
 
 
@@ -46,7 +46,7 @@ def contents(folder):
     rows = [json.loads(line) for line in (folder/'metrics.jsonl').read_text().splitlines()]
     return {'weights': hashlib.sha256((final/'model.safetensors').read_bytes()).hexdigest(),
             'state': digest(torch.load(final/'trainer.pt', weights_only=True)),
-            'metrics': [{name: value for name, value in row.items() if name not in CLOCKS} for row in rows],
+            'metrics': [{name: value for name, value in row.items() if not name.startswith(CLOCKS)} for row in rows],
             'completions': {path.name: path.read_text() for path in sorted((folder/'completions').iterdir())}}
 
 

@@ -68,16 +68,13 @@ STUDIES: dict[str, dict[str, dict[str, Any]]] = {
     'rewards': {
         **{name: {'reward_shaping': name} for name in ('graduated', 'binary', 'ladder')},
         'curriculum': {'reward_warmup_steps': 8}},
-    'mix': {
-        'P: only': {'mix_env_ratio': 0.},
-        'A: only': {'mix_env_ratio': 1.}},
-    'averaging': {
-        'dapo': {'loss_type': 'dapo'}},
+    'mix': {'P: only': {'mix_env_ratio': 0.}, 'A: only': {'mix_env_ratio': 1.}},
+    'averaging': {'dapo': {'loss_type': 'dapo'}},
 }
-DEFAULT = 'default'      # the cell in which nothing is changed
-UNTRAINED = 'untrained'  # the model that all runs start from
 
 # %% ../nbs/33_ablations.ipynb #0cfec89e
+DEFAULT = 'default'      # the cell in which nothing is changed
+UNTRAINED = 'untrained'  # the model that all runs start from
 #: Study -> the cell that its cells are compared with.
 REFERENCES = dict.fromkeys(STUDIES, DEFAULT) | dict.fromkeys(('critic', 'price', 'rewards'), 'whole answers')
 

@@ -531,7 +531,7 @@ class Collector:
         config: CollectorConfig = CollectorConfig(),  # group size, temperature, limits, advantages
         kl_coef: Callable[[], float] | None = None,   # weight of the KL that is taken from the rewards; None: it is not
         ranks: Ranks = ALONE,              # the processes that share the work
-        credit: Callable[..., Tensor] | None = None,  # a `PartCredit`: pays each part from `Scores.judged`, not the reward
+        credit: Callable[..., Tensor] | None = None,  # a `PartCredit`, which pays each part from `Scores.judged`
     ) -> None:
         check_reference(model, ref_model)
         if kl_coef is not None: check_kl_in_reward(ref_model, credit)

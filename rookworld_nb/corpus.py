@@ -81,7 +81,7 @@ def _policy_shard(number: int, folder: Path, size: int, nodes: int, seed: int, m
                   stockfish_path: str | None) -> None:
     "Label `size` positions; the shard is a pure function of its number and the other settings."
     rng, samples, mates = random.Random(f'{seed} policy {number}'), {}, 0
-    with Stockfish(stockfish_path, nodes, fresh=False) as engine:    # its memory may stay: a shard always asks in the same order
+    with Stockfish(stockfish_path, nodes, fresh=False) as engine:    # a shard always asks it in the same order
         while len(samples) < size:
             for sample in labelled_game(engine, rng):
                 samples.setdefault(fen_key(sample.fen), sample)

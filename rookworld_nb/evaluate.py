@@ -186,7 +186,7 @@ def check_asked(
         raise EvaluationError(f'samples of task {", ".join(sorted(strange))}: '
                               f'only {" and ".join(TASK_METRICS)} can be measured')
 
-
+# %% ../nbs/22_evaluate.ipynb #c853cb02
 def metrics_table(
     samples: Sequence[Sample],           # prompts with stored targets
     texts: Sequence[str],                # completions; samples_per_prompt of them for each sample, in order

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['logger', 'TABLE_COLUMNS', 'Rows', 'write_atomic', 'plain', 'write_json', 'metric_rows', 'read_metrics', 'mend_tail',
-           'metrics_line', 'write_completions', 'read_completions', 'MetricWriter', 'rewards_of', 'mended_rewards',
-           'best_of', 'RunWriter', 'save_reward_curve', 'MissingExtraError', 'optional_module', 'measured',
-           'TensorBoardWriter', 'WandbWriter']
+           'metrics_line', 'completions_csv', 'write_completions', 'read_completions', 'MetricWriter', 'rewards_of',
+           'mended_rewards', 'best_of', 'RunWriter', 'save_reward_curve', 'MissingExtraError', 'optional_module',
+           'measured', 'TensorBoardWriter', 'WandbWriter']
 
 # %% ../nbs/21_records.ipynb #dd804c40
 import csv
@@ -131,6 +131,13 @@ TABLE_COLUMNS = ('prompt', 'completion', 'task', 'reward', 'advantage')
 Rows = pd.DataFrame | Sequence[Mapping[str, object]]  # a table of completions: a frame or a list of rows
 
 
+def completions_csv(
+    table: pd.DataFrame,  # one row a completion
+) -> str:                 # which `read_completions` reads
+    """Completions as CSV; texts are quoted, whatever line ends the model has written into them."""
+    return table.to_csv(index=False, lineterminator='\n', quoting=csv.QUOTE_NONNUMERIC)
+
+
 def write_completions(
     path: Path,  # the file to replace or create; its folder is made if absent
     rows: Rows,  # one a completion, with at least TABLE_COLUMNS
@@ -140,11 +147,11 @@ def write_completions(
     if missing := [name for name in TABLE_COLUMNS if name not in table]:
         raise MetricError(f'{path}: no {", ".join(missing)} in these completions, only {list(table.columns)}')
     path.parent.mkdir(parents=True, exist_ok=True)
-    return write_atomic(path, table.to_csv(index=False, lineterminator='\n', quoting=csv.QUOTE_NONNUMERIC))
+    return write_atomic(path, completions_csv(table))
 
 
 def read_completions(
-    path: str | Path,  # one file of a run's completions folder
+    path: str | Path,  # one file of a run's folders completions and evaluation
 ) -> pd.DataFrame:     # the table as it was written
     """Read a completions table; texts come back exactly as the model wrote them."""
     if Path(path).is_dir(): raise MetricError(f'{path}: a folder; name one table, like completions/step-000001.csv')

@@ -461,8 +461,8 @@ def find_truth(
     if target is not None:
         return stored_truth(prompt, target)
     if engine is None:
-        raise MissingTarget(f'{prompt!r} has no stored target and there is no engine to ask; give one of the two, as in '
-                            'RewardScorer(engine=Stockfish())')
+        raise MissingTarget(f'{prompt!r} has no stored target and there is no engine to ask; give one of the two, '
+                            'as in RewardScorer(engine=Stockfish())')
     return engine_truth(prompt, engine)
 
 # %% ../nbs/05_rewards.ipynb #e45d61b4

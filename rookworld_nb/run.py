@@ -43,8 +43,9 @@ from .kl import SettingError, check_number
 from .model import GPT
 from .positions import locked
 from .ranks import ALONE, Ranks, agree
-from .records import (
-    MetricWriter, RunWriter, read_metrics, save_reward_curve, write_atomic, write_json)
+from rookworld_nb.records import (
+    MetricWriter, RunWriter, completions_csv, read_completions, read_metrics, save_reward_curve, write_atomic,
+    write_json)
 from .rewards import default_reward, name_of
 from .setup import Setup, choose_batch, examine, glance, planned_work, refusal, run_folder
 from .trainer import restore_trainer, trainer_state
@@ -185,7 +186,8 @@ def resumed_config(
             raise RunError(f'{name}: no such setting')
         if name not in (*FREE, *MOVABLE) and stored[name] != value:
             raise RunError(f'{typed(name, value)}: the run in {folder} has {as_text(stored[name])}, and '
-                           f'--resume goes on with it as it is; start a new run instead, from --model {folder/"final_checkpoint"}')
+                           '--resume goes on with it as it is; start a new run instead, '
+                           f'from --model {folder/"final_checkpoint"}')
     engine = stored['stockfish_path']
     if engine and 'stockfish_path' not in asked and not stands_apart(engine, folder):
         raise RunError(f'--stockfish-path {engine}: the run in {folder} names a program beside it, which --resume '
@@ -578,12 +580,12 @@ def examined(
 ) -> pd.DataFrame:             # of `examine`
     "Examine, and keep the table in evaluation/; a run that goes on reads the one made before its first update."
     path, table = run.folder/'evaluation'/f'{when}.csv.gz', None
-    if run.ranks.first and when == 'before' and path.exists(): table = pd.read_csv(path)
+    if run.ranks.first and when == 'before' and path.exists(): table = read_completions(path)
     if (found := run.ranks.gather(table)[0]) is not None: return found
     table = examine(run, model)
     if run.ranks.first:
         path.parent.mkdir(exist_ok=True)
-        write_atomic(path, gzip.compress(table.to_csv(index=False).encode(), mtime=0))
+        write_atomic(path, gzip.compress(completions_csv(table).encode(), mtime=0))
     return table
 
 

@@ -310,7 +310,8 @@ def exact_token_kl(
     def one(hidden, ref_hidden):
         with torch.no_grad(): ref_logits = ref_model.logits(ref_hidden.to(there)).to(hidden.device)
         logits = model.logits(hidden)
-        return exact_kl(logits[None]/temperature, ref_logits[None]/temperature, direction).squeeze(0),    # a tuple of one, as in_tiles wants
+        values = exact_kl(logits[None]/temperature, ref_logits[None]/temperature, direction)
+        return (values.squeeze(0),)    # as `in_tiles` wants
     mask, there = micro.completion_mask, ref_model.wte.weight.device
     size = tile_rows(hidden, model.cfg.vocab_size)
     temperature = micro.temperature or 1.    # greedy samples too are scored at 1

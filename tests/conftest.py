@@ -7,11 +7,20 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from rookworld_nb.buffer import counting_policy
 from rookworld_nb.positions import by_task, shipped, write_lines
+from rookworld_nb.rules import EngineNotFound, find_stockfish
 
 settings.register_profile('varied', deadline=None, suppress_health_check=[HealthCheck.too_slow])  # a busy machine is no failure
 settings.register_profile('repeatable', settings.get_profile('varied'), derandomize=True)
 settings.load_profile('repeatable')
+
+
+def pytest_runtest_setup(item):
+    "What is marked `stockfish` is skipped where there is no engine."
+    if item.get_closest_marker('stockfish'):
+        try: find_stockfish()
+        except EngineNotFound as error: pytest.skip(str(error))
 
 
 @pytest.fixture(scope='session')
@@ -20,6 +29,12 @@ def lines(tmp_path_factory) -> str:
     path, pools = tmp_path_factory.mktemp('lines')/'lines.txt', by_task(shipped('train'))
     write_lines(pools['P'][-24:] + pools['A'][-8:], path)
     return str(path)
+
+
+@pytest.fixture(scope='session')
+def base():
+    "The policy of the toy; tests only read it."
+    return counting_policy()
 
 
 @pytest.fixture(autouse=True)
@@ -43,8 +58,6 @@ def put_back(monkeypatch):
     "No setting of CUDA's allocator to begin with; afterwards what a run sets for its process is as it was."
     for name in ('PYTORCH_ALLOC_CONF', 'PYTORCH_CUDA_ALLOC_CONF'):
         monkeypatch.delenv(name, raising=False)
-    level = torch.get_float32_matmul_precision()
     yield
-    torch.set_float32_matmul_precision(level)
     torch.backends.cudnn.benchmark = False
     os.environ.pop('PYTORCH_CUDA_ALLOC_CONF', None)

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 from torch.testing import assert_close
 
 from rookworld_nb.answers import RightAnswers, answer_logprobs, encode_answers, right_answer
-from rookworld_nb.buffer import Collector, CollectorConfig, CountingTask, counting_policy
+from rookworld_nb.buffer import Collector, CollectorConfig, CountingTask
 from rookworld_nb.kl import KLConfig, SettingError
 from rookworld_nb.positions import DataError, PromptMix, Sample, by_task, outcome, shipped
 from rookworld_nb.sampling import PromptLengthError
@@ -32,11 +32,6 @@ def nano():
 @pytest.fixture(scope='module')
 def pool():
     return by_task(shipped('train'))['A']
-
-
-@pytest.fixture(scope='module')
-def base():
-    return counting_policy()
 
 
 def gradients(model):
@@ -73,7 +68,7 @@ def test_rows_are_the_same_answers(base):
     assert_close(torch.cat([answer_logprobs(base, some) for some in answers.pieces(3)]), logprobs)
 
 
-def test_padding_of_the_tokenizer_is_no_answer_and_one_that_cuts_is_refused(base):
+def test_padding_of_the_tokenizer_is_no_answer_and_one_that_cuts_is_refused():
     tokenizer = Tokenizer.from_str(TASK.tokenizer.to_str())
     tokenizer.enable_padding(length=9)
     padded, plain = (encode_answers(which, UNEVEN) for which in (tokenizer, TASK.tokenizer))

@@ -12,7 +12,7 @@ import torch
 from torch.testing import assert_close
 
 from rookworld_nb import buffer as buffer_module
-from rookworld_nb.buffer import (ROW_COLUMNS, BufferConfig, Collector, CollectorConfig, CountingTask, RolloutBuffer, ask_reference, buffer_state, collector_state,
+from rookworld_nb.buffer import (ROW_COLUMNS, BufferConfig, Collector, CollectorConfig, RolloutBuffer, ask_reference, buffer_state, collector_state,
                                  counting_policy, restore_buffer, restore_collector)
 from rookworld_nb.credit import PartCredit
 from rookworld_nb.grpo import EMATracker, compute_advantages
@@ -21,25 +21,12 @@ from rookworld_nb.model import GPT
 from rookworld_nb.positions import PromptMix, Sample
 from rookworld_nb.rewards import BadScores, RewardConfig, Scores
 from rookworld_nb.sampling import completion_logprobs
-
-TASK = CountingTask()
-G = 4
-
-
-@pytest.fixture(scope='module')
-def base():
-    return counting_policy()
+from toy import G, TASK, collector
 
 
 @pytest.fixture
 def model(base):
     return copy.deepcopy(base)
-
-
-def collector(model, ref_model='copy', env=.5, prompts=4, scorer=TASK, **options):
-    reference = copy.deepcopy(model) if ref_model == 'copy' else ref_model
-    config = CollectorConfig(**{'group_size': G, 'temperature': 1., 'max_new_tokens': 2, 'max_new_tokens_env': 3, **options})
-    return Collector(model, reference, TASK.tokenizer, PromptMix(TASK.samples, prompts, env), scorer, config)
 
 
 def logprobs(model, part):
@@ -545,7 +532,7 @@ def test_a_buffer_put_up_again_deals_the_same(base, stop, hidden, tmp_path):
     def data_side():
         prompts = PromptMix(TASK.samples, 8, .25)
         config = CollectorConfig(group_size=G, temperature=1., max_new_tokens=2, max_new_tokens_env=3, baseline='ema', scale_rewards='batch', keep_ref_hidden=hidden)
-        source = Collector(base, counting_policy(seed=3), TASK.tokenizer, prompts, TASK, config)
+        source = Collector(base, counting_policy(steps=5, seed=3), TASK.tokenizer, prompts, TASK, config)
         return prompts, source, RolloutBuffer(source, BufferConfig(replays=3, capacity=2, minibatch_positions=5))
 
     def everything(minibatch):

@@ -48,6 +48,20 @@ def test_a_kill_while_a_checkpoint_is_replaced_leaves_a_whole_one_or_none(tmp_pa
     assert steps > 2 and read_checkpoint(folder) == {'age': 'new'} and [path.name for path in tmp_path.iterdir()] == [folder.name]
 
 
+@pytest.mark.parametrize('harm', ['cut', 'flipped', 'missing', 'empty'])
+@pytest.mark.parametrize('name', ['trainer.pt', 'model.safetensors', SUMS])
+def test_a_corrupt_checkpoint_is_named_and_the_one_before_is_taken(tmp_path, harm, name, caplog):
+    for step in (4, 6): write_checkpoint(tmp_path/f'checkpoint-{step}', *PARTS, {'trainer': {'step': step}, 'events': []})
+    path = tmp_path/'checkpoint-6'/name
+    content = bytearray(path.read_bytes())
+    content[len(content)//2 if name != SUMS else content.find(b'  trainer.pt') - 1] ^= 1
+    if harm == 'missing': path.unlink()
+    else: path.write_bytes({'cut': content[:len(content)//2], 'flipped': content, 'empty': b''}[harm])
+    with pytest.raises(CheckpointError, match='checkpoint-6'): read_checkpoint(tmp_path/'checkpoint-6')
+    found, state = newest_checkpoint(tmp_path)
+    assert found.name == 'checkpoint-4' and state['trainer']['step'] == 4 and 'checkpoint-6' in caplog.text
+
+
 def test_every_file_is_looked_at_and_named(tmp_path):
     folder = tmp_path/'checkpoint-1'
     write_checkpoint(folder, *PARTS, {'trainer': {'step': 1}})

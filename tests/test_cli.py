@@ -331,6 +331,14 @@ MISTAKES = [
     ('pretrain --lr fast', '', ['--lr', 'fast']),
     ('pretrain --env-share -.5 --verdict-share .6', '', ['--env-share -0.5', 'at least 0']),
     ('pretrain --env-share .5 --verdict-share .5', '', ['--verdict-share 0.5', 'together below 1']),
+    ('train --reference-device cuda:99', '', ['--reference-device cuda:99']), ('train --resume', '', ['--resume', 'no run in runs']),
+    ('ablate klx', '', ['klx', 'replays', 'kl']), ('ablate --seeds 0', '', ['seeds 0']), ('ablate --workers 0', '', ['workers 0']),
+    ('search --space lr=1 --lr 1e-4', '', ['--lr', 'space']), ('search --space kl_coef=0..1', '', ['--trials']), ('search --workers 0', '', ['--workers 0']),
+    ('search --model no/such', '', ['no/such']),
+    ('push --to me/chess', '', ['--model is required']), ('push --model nano', '', ['--to is required']), ('push --model nano --to chess', '', ['--to chess', 'owner/name']),
+    ('push --model nano --to a/b/c', '', ['a/b/c']), ('push --model nowhere --to me/chess', '', ['--model nowhere', 'folder']),
+    ('push --model nano --to a/b --dry-run --revision a..b', '', ['--revision', 'a..b', 'branch']), ('push --model nano --to a/b --dry-run --revision -x/', '', ['--revision']),
+    ('push --model me/chess --to me/other', '', ['--model me/chess']),
 ]
 
 
@@ -430,6 +438,7 @@ def test_a_stream_that_is_not_there_is_an_empty_one(name, code, said, monkeypatc
     assert main([name]) == code and capsys.readouterr() == ('', said)
 
 
+@pytest.mark.slow
 def test_a_run_needs_no_stream(tmp_path):
     words = f'train --steps 1 --batch-positions 2 --eval-policy 0 --eval-env 0 --output-dir {tmp_path}/run'
     assert subprocess.run(['bash', '-c', f'{SCRIPT} {words} <&- >&- 2>&-'], timeout=120).returncode == 0 and (tmp_path/'run'/'summary.json').exists()
@@ -517,7 +526,8 @@ def test_the_newest_run_is_reported(call, tiny, cwd):
         (cwd/'runs'/name).mkdir()
         (cwd/'runs'/name/file).write_text('{}\n')
     code, lines, _ = call('report')
-    assert code == 0 and lines == [str(Path('runs/one/report.html'))]
+    assert code == 0 and lines == [str(Path('runs/one/report.html'))] and Path(lines[0]).stat().st_size > 10_000
+    assert call('report', 'nothing')[0] == 2
 
 
 @pytest.mark.parametrize('words', [['score'], ['generate']])
@@ -535,6 +545,7 @@ def test_a_reader_may_leave_early():
     assert len(done.stdout.splitlines()) == 1 and done.stderr == '' and done.returncode == 0
 
 
+@pytest.mark.slow
 def test_a_run_whose_reader_leaves_does_not_end_as_if_it_were_done(tmp_path, lines):
     words = f'train --steps 3 --batch-positions 2 --group-size 2 --max-new-tokens 8 --eval-policy 0 --eval-env 0 --data {lines} --output-dir {tmp_path}/run'
     done = subprocess.run(['bash', '-c', f'{SCRIPT} {words} | head -n 1; exit ${{PIPESTATUS[0]}}'], capture_output=True, text=True, timeout=120,
@@ -777,17 +788,8 @@ def test_label_says_what_it_leaves_as_it_is(call, fens, cwd):
     assert '2 of 3 positions are in some.txt already' in call('label', '--output', 'some.txt', *fens[:3])[2]
 
 
-@pytest.fixture
-def stockfish():
-    """Skips the test where there is no engine."""
-    try:
-        find_stockfish()
-    except EngineNotFound as error:
-        pytest.skip(str(error))
-
-
 @pytest.mark.stockfish
-def test_label_asks_the_real_engine(call, cwd, stockfish):
+def test_label_asks_the_real_engine(call, cwd):
     mate_in_one = '6k1/5ppp/8/8/8/8/8/R5K1 w - - 0 1'
     code, lines, _ = call('label', START, mate_in_one, '--workers', '2', '--nodes', '500')
     assert code == 0 and lines[1].endswith('B: a1a8') and '999.99' in lines[1]
@@ -904,8 +906,9 @@ def test_eval_names_levels_that_nobody_plays(call, cwd):
     assert (code, lines) == (2, []) and all(word in errors for word in ('--levels skill=3', 'policy,selfplay', 'stockfish'))
 
 
+@pytest.mark.slow
 @pytest.mark.stockfish
-def test_eval_plays_matches(call, cwd, stockfish):
+def test_eval_plays_matches(call, cwd):
     for level in ('skill=x', 'skill=21', 'nodes=00', 'elo=1', 'nodes=1,nodes=1'):
         code, lines, errors = call('eval', '--suite', 'policy,stockfish', '--levels', level)
         assert (code, lines, len(errors.splitlines())) == (2, [], 1) and level in errors
@@ -925,7 +928,7 @@ def test_train_plans_without_a_trace(call, tiny, cwd):
 
 
 @pytest.mark.stockfish
-def test_a_plan_ends_the_engine_that_it_asked_about(call, tiny, stockfish, cwd, monkeypatch):
+def test_a_plan_ends_the_engine_that_it_asked_about(call, tiny, cwd, monkeypatch):
     ended, close = [], Run.close
     monkeypatch.setattr(Run, 'close', lambda run: (ended.append(run.engine), close(run)))
     assert call('train', '--model', tiny, '--plan', '--stockfish-path', find_stockfish(), *SMALL)[0] == 0 and ended and ended[-1] is not None

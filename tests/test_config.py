@@ -27,7 +27,7 @@ from rookworld_nb.trainer import TrainerConfig
     (dict(use_gae=True, importance_level='sequence'), '--importance-level sequence: not with --use-gae'), (dict(kl_coef=0., kl_in_reward=True), '--kl-in-reward: of no use with --kl-coef 0'),
     (dict(kl_coef=0., kl_warmup_steps=2), '--kl-warmup-steps 2: of no use with --kl-coef 0'), (dict(mix_env_ratio=1., stockfish_path='x'), '--stockfish-path x: of no use with --mix-env-ratio 1'),
     (dict(use_gae=True, baseline_type='ema'), '--baseline-type ema: not with --use-gae'), (dict(temperature=0.), 'temperature'),
-    (dict(group_size=1), 'group_size'), (dict(group_size=0, micro_batch_size=8), 'group_size'), (dict(lr_schedule='cosin'), 'cosin'), (dict(reward_shaping='nice'), 'nice'),
+    (dict(group_size=1), 'group_size'), (dict(group_size=0, micro_batch_size=8), 'group_size'), (dict(lr_schedule='cosin'), 'cosin'),
     (dict(kl_estimator='k3'), 'k3'), (dict(lr=-1.), 'lr'), (dict(max_positions=0), '--max-positions 0'),
     (dict(mix_env_ratio=1.5), '--mix-env-ratio 1.5'), (dict(mix_env_ratio=math.nan), '--mix-env-ratio nan'), (dict(rare_env_ratio=-.1), '--rare-env-ratio -0.1'),
     (dict(rare_env_ratio=math.nan), '--rare-env-ratio nan'), (dict(eval_every=0), '--eval-every 0'), (dict(history_plies=11), '--history-plies 11: a prompt shows 1 to 10'),

@@ -250,12 +250,9 @@ def test_a_level_that_there_is_not_is_refused():
 def test_the_rate_of_products_is_that_of_the_level_in_force(monkeypatch):
     asked = []
     monkeypatch.setattr(hardware, 'measured_rate', lambda *settings: asked.append(settings) or 1.)
-    before = torch.get_float32_matmul_precision()
-    try:
-        for level in ('highest', 'medium'):
-            torch.set_float32_matmul_precision(level)
-            product_rate(torch.device('cpu'), False)
-    finally: torch.set_float32_matmul_precision(before)
+    for level in ('highest', 'medium'):
+        torch.set_float32_matmul_precision(level)
+        product_rate(torch.device('cpu'), False)
     assert [settings[2] for settings in asked] == ['highest', 'medium'] and {settings[3] for settings in asked} == {torch.get_num_threads()}
 
 

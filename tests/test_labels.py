@@ -22,7 +22,7 @@ from rookworld_nb.labels import (
     Labelling, LabelError, Progress, cut_inputs, label_files, label_shard, label_worker, labelled_in, merge_shards, policy_line,
     shard_of, shard_totals)
 from rookworld_nb.positions import DataError, data_files, lazy_lines, locked, read_lines, shipped
-from rookworld_nb.rules import LABEL_NODES, PATIENCE, Candidate, EngineError, EngineNotFound, find_stockfish, legal_moves
+from rookworld_nb.rules import LABEL_NODES, PATIENCE, Candidate, EngineError, legal_moves
 from rookworld_nb.tasks import parse_policy
 from processes import children_of, is_running
 
@@ -169,11 +169,10 @@ def test_a_shard_has_one_owner(quick, tmp_path):
     assert label_shard(job, 0, Engine()) and label_shard(job, 0, Engine())
 
 
+@pytest.mark.slow
 @pytest.mark.stockfish
 def test_killed_three_times_at_any_moment(tmp_path):
     "All its processes; its workers, one after the other, for alone the second would do the rest; the one that was started."
-    try: find_stockfish()
-    except EngineNotFound as error: pytest.skip(str(error))
     fens, output, rng = games(2000, 1), tmp_path/'out.txt', random.Random(0)
     (tmp_path/'in.txt').write_text('\n'.join(fens + fens[:100]))
     words = [sys.executable, '-m', 'rookworld_nb.cli', 'label', '--input', tmp_path/'in.txt', '--output', output, '--shards', '8', '--workers', '2',
@@ -212,8 +211,6 @@ def test_killed_three_times_at_any_moment(tmp_path):
 @pytest.mark.parametrize('send', [os.kill, os.killpg])
 @pytest.mark.stockfish
 def test_ctrl_c_to_the_command_alone_or_to_all_ends_its_workers_too(send, tmp_path):
-    try: find_stockfish()
-    except EngineNotFound as error: pytest.skip(str(error))
     fens, output = games(60, 2), tmp_path/'out.txt'
     (tmp_path/'in.txt').write_text('\n'.join(fens))
     words = [sys.executable, '-m', 'rookworld_nb.cli', 'label', '--input', tmp_path/'in.txt', '--output', output, '--shards', '2', '--nodes']

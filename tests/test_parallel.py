@@ -31,13 +31,13 @@ from rookworld_nb.rewards import RewardConfig, RewardScorer
 from rookworld_nb.run import Run, resumed_config, starting_config
 from rookworld_nb.sampling import Rollouts
 from rookworld_nb.weights import load_pretrained, save_pretrained
+import parallel_worker
+from processes import children_of
+from short_runs import without_clocks
 
 TESTS = Path(__file__).resolve().parent
-sys.path.insert(0, str(TESTS))
-import parallel_worker  # noqa: E402
 
 TORCHRUN = [sys.executable, '-m', 'torch.distributed.run', '--standalone']
-CLOCKS = ('step_time', 'time', 'perf/')    # what no two runs have in common
 
 
 def launch(processes, *words, **options):
@@ -55,11 +55,6 @@ def ended(started, seconds=300):
         started.kill()
 
 
-def numbers(row):
-    "A row of metrics without clocks."
-    return {name: value for name, value in row.items() if not name.startswith(CLOCKS)}
-
-
 # ---- the same run
 
 @pytest.fixture(scope='module')
@@ -70,6 +65,7 @@ def alone(tmp_path_factory):
     torch.set_num_threads(threads)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('processes', [2, 4])
 def test_any_number_of_processes_gives_the_same_run(alone, processes, tmp_path):
     code, said = ended(launch(processes, TESTS/'parallel_worker.py', 'work', tmp_path, 60))
@@ -82,7 +78,7 @@ def test_any_number_of_processes_gives_the_same_run(alone, processes, tmp_path):
             assert_close(run[name]['weights'], one['weights'], atol=1e-6, rtol=1e-5)
             assert run[name]['averages'] == pytest.approx(one['averages'], abs=1e-6)
             for mine, other in zip(one['rows'], run[name]['rows'], strict=True):
-                assert numbers(other) == pytest.approx(numbers(mine), abs=2e-6, rel=1e-4, nan_ok=True)
+                assert without_clocks(other) == pytest.approx(without_clocks(mine), abs=2e-6, rel=1e-4, nan_ok=True)
         assert len({run[name]['digest'] for run in several}) == 1    # to the bit
     assert len(alone['plain']['gradients']) == 4 and len(alone['diverged']['gradients']) < 4
     assert any(gradient.abs().max() > 1e-3 for gradient in alone['plain']['gradients'])
@@ -172,6 +168,7 @@ def test_evaluation_is_shared_and_the_same():
 
 # ---- what cannot work is said, once
 
+@pytest.mark.slow
 @pytest.mark.parametrize('mode, timeout, words', [('late', 3, ['another process is gone or late']),
                                                   ('apart', 60, ['data: process', 'has file 0', 'has file 1'])])
 def test_one_process_speaks_for_all(mode, timeout, words, tmp_path):
@@ -226,9 +223,10 @@ def rank_of(process):
         return None
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path('/proc/self/environ').exists(), reason='finds the processes in /proc')
 @pytest.mark.parametrize('victim', [0, 1])
-def test_a_killed_rank_ends_the_run_and_one_process_goes_on(small, victim, tmp_path, capsys):
+def test_a_killed_rank_ends_the_run_and_one_process_goes_on(small, victim, tmp_path):
     folder, flags = tmp_path/'run', {'--model': small/'model', '--data': small/'data.txt', '--batch-positions': 4, '--group-size': 2, '--eval-policy': 0,
                                      '--eval-env': 0, '--max-new-tokens': 6, '--device': 'cpu', '--mix-env-ratio': .5, '--rank-timeout': 30}
     words = ['train', *(str(word) for pair in flags.items() for word in pair), '--output-dir', str(folder)]
@@ -237,8 +235,7 @@ def test_a_killed_rank_ends_the_run_and_one_process_goes_on(small, victim, tmp_p
         while not (folder/'checkpoint-4').exists():
             assert started.poll() is None, started.communicate()[1]
             time.sleep(.05)
-        children = Path(f'/proc/{started.pid}/task/{started.pid}/children').read_text().split()
-        os.kill(next(int(child) for child in children if rank_of(child) == victim), signal.SIGKILL)
+        os.kill(next(child for child in children_of(started.pid) if rank_of(child) == victim), signal.SIGKILL)
         killed = time.monotonic()
     except BaseException:
         started.kill()
@@ -257,6 +254,7 @@ def test_a_killed_rank_ends_the_run_and_one_process_goes_on(small, victim, tmp_p
     assert json.loads((folder/'config.json').read_text())['steps'] == step + 3
 
 
+@pytest.mark.slow
 def test_a_run_begun_alone_goes_on_with_two(small, tmp_path):
     words = ['train', '--model', small/'model', '--data', small/'data.txt', '--batch-positions', 4, '--group-size', 2, '--eval-policy', 0,
              '--eval-env', 0, '--max-new-tokens', 6, '--device', 'cpu', '--lr-schedule', 'constant', '--warmup-steps', 0, '--save-every', 2]
@@ -266,4 +264,4 @@ def test_a_run_begun_alone_goes_on_with_two(small, tmp_path):
     code, said = ended(launch(2, '-m', 'rookworld_nb.cli', 'train', '--resume', '--output-dir', tmp_path/'parts', '--steps', 4))
     assert code == 0 and said.count('First-update') == 0, said
     whole, parts = (metric_rows(tmp_path/name/'metrics.jsonl') for name in ('whole', 'parts'))
-    for mine, other in zip(whole, parts, strict=True): assert numbers(other) == pytest.approx(numbers(mine), abs=1e-5, rel=1e-3, nan_ok=True)
+    for mine, other in zip(whole, parts, strict=True): assert without_clocks(other) == pytest.approx(without_clocks(mine), abs=1e-5, rel=1e-3, nan_ok=True)

@@ -90,16 +90,7 @@ def test_a_damaged_model_is_not_sent(checkpoint, capsys):
     assert code == 2 and not lines and 'model.safetensors' in error
 
 
-@pytest.mark.parametrize('words, names', [
-    ('--to me/chess', ['--model is required']), ('--model nano', ['--to is required']), ('--model nano --to chess', ['--to chess', 'owner/name']),
-    ('--model nano --to a/b/c', ['a/b/c']), ('--model nowhere --to me/chess', ['--model nowhere', 'folder']), ('--model nano --to a/b --dry-run --revision a..b', ['--revision', 'a..b', 'branch']),
-    ('--model nano --to a/b --dry-run --revision -x/', ['--revision']), ('--model me/chess --to me/other', ['--model me/chess'])])
-def test_what_is_wrong_is_said(words, names, capsys):
-    code, lines, error = said_of(words.split(), capsys)
-    assert code == 2 and not lines and len(error.splitlines()) == 1 and all(name in error for name in names)
-
-
-def test_what_is_missing_is_said(monkeypatch, capsys):
+def test_what_is_missing_is_said(monkeypatch):
     files = push_list(weights.model_folder('nano'), 'me/nano')
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, 'huggingface_hub', None)

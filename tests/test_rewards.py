@@ -18,7 +18,7 @@ from rookworld_nb.positions import shipped
 from rookworld_nb.rewards import (BadScores, BadTarget, EngineSilent, Judged, MissingTarget, PatientEngine, PolicyTruth, RewardConfig, RewardConfigError, RewardScorer,
                                   RunningNorm, Scaling, Scores, Shaping, blend_shares, engine_questions, env_scores, evals_score, candidates_score,
                                   judge_policy, scale_score, shape_reward, stored_truth)
-from rookworld_nb.rules import Candidate, EngineError, EngineNotFound, Stockfish, env_step, find_stockfish, legal_moves
+from rookworld_nb.rules import Candidate, EngineError, Stockfish, env_step, legal_moves
 from rookworld_nb.tasks import PolicyAnswer, env_prompt, format_env, format_policy, parse_env, parse_policy, policy_prompt, split_line
 
 FEN = 'r1bqkbnr/pppp1ppp/2n5/4p3/4P3/5N2/PPPP1PPP/RNBQKB1R w KQkq - 2 3'
@@ -89,7 +89,6 @@ def test_each_field_moves_a_reward(name):
 def test_bad_settings_are_named(name, value):
     with pytest.raises(RewardConfigError, match=name):
         RewardConfig(**{name: value})
-    with pytest.raises(RewardConfigError, match='too large to be added up'): RewardConfig(best_weight=1e308, evals_weight=1e308)
 
 
 # ---- no text escapes
@@ -369,12 +368,9 @@ def test_lengths_must_agree_and_nothing_is_fine():
     assert RewardScorer()([], []).rewards.shape == (0,)
 
 
+@pytest.mark.stockfish
 def test_stockfish_agrees_with_itself():
-    try:
-        path = find_stockfish()
-    except EngineNotFound:
-        pytest.skip('no Stockfish here')
-    with Stockfish(path, nodes=500) as engine:
+    with Stockfish(nodes=500) as engine:
         lines = engine.analyse(FEN)
         answer = split_line(format_policy(FEN, [c.uci for c in lines], [c.pawns for c in lines]))[1]
         assert RewardScorer(engine=engine)([P, P], [answer, BAD]).rewards.tolist() == pytest.approx([1, .2])

@@ -44,16 +44,6 @@ from rookworld_nb.rules import (
 START = chess.STARTING_FEN
 
 
-def stockfish_or_none():
-    try:
-        return find_stockfish()
-    except EngineNotFound:
-        return None
-
-
-needs_stockfish = pytest.mark.skipif(stockfish_or_none() is None, reason='Stockfish is not installed')
-
-
 def games(n, seed):
     "Boards along random games that are long enough to end in every way."
     rng = random.Random(seed)
@@ -690,7 +680,7 @@ def positions():
     return [board.fen() for board in games(4, seed=5)][::40][:24]
 
 
-@needs_stockfish
+@pytest.mark.stockfish
 def test_the_same_position_gets_the_same_answer(positions):
     with Stockfish() as engine, StockfishPool(2) as pool:
         first = [engine.analyse(f) for f in positions]
@@ -700,7 +690,7 @@ def test_the_same_position_gets_the_same_answer(positions):
         assert [bigger.analyse(f) for f in positions[:20]] == first[:20]
 
 
-@needs_stockfish
+@pytest.mark.stockfish
 def test_answers_equal_those_of_another_client(positions):
     with Stockfish(nodes=1500) as ours, chess.engine.SimpleEngine.popen_uci(find_stockfish(), timeout=120) as theirs:
         theirs.configure({'Threads': 1, 'Hash': 1})
@@ -710,7 +700,7 @@ def test_answers_equal_those_of_another_client(positions):
             assert list(ours.analyse(fen)) == sorted(expected, key=lambda c: -c[1])
 
 
-@needs_stockfish
+@pytest.mark.stockfish
 def test_answers_are_legal_distinct_and_sorted(positions):
     with Stockfish(nodes=300) as engine:
         for fen in positions:
@@ -721,7 +711,7 @@ def test_answers_are_legal_distinct_and_sorted(positions):
             assert all(str(round(c.pawns, 2)) == str(c.pawns) != '-0.0' for c in answer)
 
 
-@needs_stockfish
+@pytest.mark.stockfish
 def test_mates_and_the_side_to_move():
     with Stockfish() as engine:
         assert engine.analyse('6k1/5ppp/8/8/8/8/8/R3K3 w Q - 0 1')[0] == ('a1a8', 999.99)
@@ -734,7 +724,7 @@ def test_mates_and_the_side_to_move():
         assert len(engine.analyse('3Q4/1Q4Q1/4Q3/2Q4R/Q4Q2/3Q4/1Q4Rp/1K1BBNNk w - - 0 1')) == 5
 
 
-@needs_stockfish
+@pytest.mark.stockfish
 def test_few_nodes_still_give_five_moves(positions):
     with Stockfish(nodes=1) as engine:
         for fen in positions[:20]:
@@ -742,7 +732,7 @@ def test_few_nodes_still_give_five_moves(positions):
         assert engine.restarts == 0
 
 
-@needs_stockfish
+@pytest.mark.stockfish
 def test_a_killed_engine_comes_back():
     with Stockfish() as engine:
         first = engine.analyse(START)

@@ -21,6 +21,7 @@ from rookworld_nb.rewards import RewardTerms
 from rookworld_nb.rules import legal_moves
 from rookworld_nb.tasks import env_prompt, parse_env
 from rookworld_nb.weights import load_pretrained
+from short_runs import without_clocks
 
 SHORT = {'--steps': 3, '--batch-positions': 2, '--group-size': 4, '--max-new-tokens': 32, '--eval-policy': 0, '--eval-env': 0, '--seed': 37,
          '--mix-env-ratio': .5, '--max-positions': 60, '--warmup-steps': 0, '--device': 'cpu', '--lr': 1e-3, '--replays': 2,
@@ -231,9 +232,7 @@ def test_pieces_leave_the_update_alone(plain, tmp_path, capsys):
 def test_the_same_flags_give_the_same_run(plain, tmp_path, capsys):
     run = train(tmp_path/'run', {}, capsys)
     assert all(torch.equal(value, weights(plain)[name]) for name, value in weights(run).items())
-    timed = {'time', 'step_time', 'perf/gen_tok_s', 'perf/train_tok_s', 'perf/mfu', 'perf/memory_gb'}
-    for one, other in zip(run.rows, plain.rows, strict=True):
-        assert {n: v for n, v in one.items() if n not in timed} == {n: v for n, v in other.items() if n not in timed}
+    assert [*map(without_clocks, run.rows)] == [*map(without_clocks, plain.rows)]
 
 
 @pytest.mark.slow
@@ -287,12 +286,6 @@ def test_more_evaluation_samples_make_no_more_prompts_but_other_means(tmp_path, 
     assert [summary(run, 'P', 'n') for run in runs] == [{3}, {3}] and not before[0].equals(before[1])
 
 
-@pytest.mark.parametrize('flags', [{'--device': 'cuda:7'}, {'--reference-device': 'cuda:7'}, {'--stockfish-path': '/no/such/engine'}, {'--resume': True}])
-def test_what_is_not_there_is_said_before_anything_is_written(flags, tmp_path, capsys):
-    run = train(tmp_path/'run', flags, capsys)
-    assert run.code == 2 and not os.path.exists(tmp_path/'run') and len(run.said.strip().splitlines()) == 1
-
-
 def test_metrics_go_to_tensorboard_too(plain, tmp_path, capsys):
     accumulators = pytest.importorskip('tensorboard.backend.event_processing.event_accumulator')
     run = train(tmp_path/'run', {'--tensorboard': True}, capsys)
@@ -309,9 +302,3 @@ def test_metrics_go_to_wandb_too(tmp_path, capsys, monkeypatch):
     run = train(tmp_path/'run', {'--wandb': 'chess'}, capsys)
     assert run.code == 0 and len(logged) == 3 and logged[0][0]['project'] == 'chess' and logged[0][0]['config']['steps'] == 3
     assert [row['reward'] for _, row in logged] == column(run, 'reward')
-
-
-def test_a_page_is_made_of_the_run(plain, capsys):
-    assert cli.main(['report', str(plain.folder)]) == 0
-    assert capsys.readouterr().out.strip() == str(plain.folder/'report.html') and (plain.folder/'report.html').stat().st_size > 10_000
-    assert cli.main(['report', str(plain.folder/'nothing')]) == 2

@@ -107,7 +107,7 @@ def test_a_folder_of_transformers_loads(theirs):
     same_logits(load_pretrained(str(folder))[0], hf)
 
 
-def test_shards_load(theirs, tmp_path):
+def test_shards_load(theirs):
     folder, hf = theirs
     (folder/'model.safetensors').unlink()
     hf.save_pretrained(folder, max_shard_size='8KB')
@@ -349,7 +349,6 @@ def test_nano_comes_from_the_package(no_network, ours, monkeypatch, tmp_path):
     assert torch.equal(load_pretrained('nano')[0].wte.weight, ours[1].wte.weight)
 
 
-@pytest.mark.skipif(not Path(weights.__file__).with_name('assets').joinpath('nano', 'config.json').exists(), reason='no nano in the package')
 def test_the_embedded_nano_loads_and_is_small():
     folder = Path(weights.__file__).with_name('assets')/'nano'
     model, tokenizer = load_pretrained('nano')
@@ -457,7 +456,7 @@ def test_a_truncated_weight_file_is_named(ours):
         load_pretrained(ours[0])
 
 
-def test_faults_of_shards_are_named(theirs, tmp_path):
+def test_faults_of_shards_are_named(theirs):
     folder, hf = theirs
     (folder/'model.safetensors').unlink()
     hf.save_pretrained(folder, max_shard_size='8KB')
