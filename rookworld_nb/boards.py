@@ -19,7 +19,7 @@ import pandas as pd
 from .positions import spread
 from .records import Rows
 from .rewards import PolicyTruth, RewardTerms, read_env, read_policy
-from .rules import InvalidFen, env_step, legal_moves, parse_board
+from .rules import InvalidFenError, env_step, legal_moves, parse_board
 from .tasks import EnvAnswer, PolicyAnswer, is_uci, parse_env, parse_policy
 
 # %% ../nbs/24_boards.ipynb #624c9085
@@ -149,7 +149,7 @@ def row_diagrams(
             return env_diagrams(asked.fen, asked.uci or '', read_env(completion), f'environment, {reward}')
         best = parse_policy(target) if isinstance(target, str) else None
         return [policy_diagram(asked.fen, read_policy(completion), best, f'policy, {reward}')]
-    except InvalidFen: return []
+    except InvalidFenError: return []
 
 
 def boards_html(

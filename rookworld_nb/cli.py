@@ -222,13 +222,13 @@ def check_row(
     asks: bool,   # whether there will be an engine
 ) -> None:
     "Report a prompt or a target that cannot be scored, and its place."
-    from rookworld_nb.rewards import MissingTarget, find_truth
+    from rookworld_nb.rewards import MissingTargetError, find_truth
     from rookworld_nb.rules import Candidate, legal_moves
     stand_in = SimpleNamespace(analyse=lambda fen: [Candidate(uci, 0.) for uci in legal_moves(fen)])
     try:
         find_truth(row['prompt'], row.get('target'), stand_in if asks else None)
     except ValueError as error:
-        hint = ' (a target in its row, or --engine)' if isinstance(error, MissingTarget) else ''
+        hint = ' (a target in its row, or --engine)' if isinstance(error, MissingTargetError) else ''
         raise UsageError(f'{place}: {error}{hint}') from None
 
 

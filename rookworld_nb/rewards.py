@@ -7,11 +7,11 @@ __all__ = ['Shaping', 'ADDITIVE', 'Scaling', 'RANGES', 'POSITIVE', 'CURVES', 'PA
            'ALL_RIGHT', 'logger', 'RewardConfigError', 'is_inside', 'RewardTerms', 'RewardConfig', 'check_config',
            'scale_score', 'PolicyTruth', 'policy_format', 'legal_fraction', 'candidate_gains', 'candidates_score',
            'eval_gains', 'evals_score', 'best_score', 'env_scores', 'Judged', 'read_policy', 'read_env', 'judge_policy',
-           'judge_env', 'judge', 'ladder_rung', 'shape_reward', 'MissingTarget', 'BadScores', 'refuse_lost',
-           'BadTarget', 'EngineSilent', 'Analyser', 'stored_truth', 'check_rows', 'rules_truth', 'engine_truth',
-           'find_truth', 'RunningNorm', 'running_norms', 'blend_shares', 'component_row', 'component_table',
-           'engine_questions', 'Scores', 'PatientEngine', 'find_truths', 'judge_rows', 'default_reward', 'name_of',
-           'call_reward_fn', 'plain_rewards', 'final_rewards', 'RewardScorer']
+           'judge_env', 'judge', 'ladder_rung', 'shape_reward', 'MissingTargetError', 'BadScoresError', 'refuse_lost',
+           'BadTargetError', 'EngineSilentError', 'Analyser', 'stored_truth', 'check_rows', 'rules_truth',
+           'engine_truth', 'find_truth', 'RunningNorm', 'running_norms', 'blend_shares', 'component_row',
+           'component_table', 'engine_questions', 'Scores', 'PatientEngine', 'find_truths', 'judge_rows',
+           'default_reward', 'name_of', 'call_reward_fn', 'plain_rewards', 'final_rewards', 'RewardScorer']
 
 # %% ../nbs/05_rewards.ipynb #b4f48dd3
 import copy
@@ -357,11 +357,11 @@ def shape_reward(
     return next((reward for limit, reward in GRADES if raw < limit), 1.)
 
 # %% ../nbs/05_rewards.ipynb #aa7ed615
-class MissingTarget(ValueError):
+class MissingTargetError(ValueError):
     """A P: prompt has neither a stored target nor an engine that could provide one."""
 
 
-class BadScores(ValueError):
+class BadScoresError(ValueError):
     """Rewards of a custom scorer that do not fit their table."""
 
 
@@ -369,17 +369,17 @@ def refuse_lost(
     rewards: Tensor,           # (N,)
     components: pd.DataFrame,  # N rows
 ) -> None:
-    """Raise BadScores where a reward is NaN or infinite: nothing could be learned from its whole batch."""
+    """Raise BadScoresError where a reward is NaN or infinite: nothing could be learned from its whole batch."""
     if len(lost := components[~rewards.isfinite().cpu().numpy()]):
-        raise BadScores(f'the reward of {len(lost)} of {len(components)} answers is not finite (in float32), the '
+        raise BadScoresError(f'the reward of {len(lost)} of {len(components)} answers is not finite (in float32), the '
                         f'first is {lost["reward"].iloc[0]} for an answer to {lost["task"].iloc[0]}:')
 
 
-class BadTarget(ValueError):
+class BadTargetError(ValueError):
     """A stored target that cannot be read, or columns that do not fit each other or hold something else than texts."""
 
 
-class EngineSilent(EngineError):
+class EngineSilentError(EngineError):
     """The engine left `PATIENCE` questions in a row without an answer."""
 
 
@@ -402,11 +402,11 @@ def stored_truth(
     """Read a stored target; cached, because every prompt is scored many times."""
     answer = read_policy(target)    # not of another position, and nothing in it that cannot be read
     if not answer.has_form():
-        raise BadTarget(f'target {target!r} must be M: 1 to {MAX_MOVES} moves E: as many evaluations B: a move '
+        raise BadTargetError(f'target {target!r} must be M: 1 to {MAX_MOVES} moves E: as many evaluations B: a move '
                         f'({fault_of(f"{prompt} {target}")})')
     fen = read_prompt(prompt).fen
     if wrong := [m for i, m in enumerate(answer.moves) if m not in legal_moves(fen) or m in answer.moves[:i]]:
-        raise BadTarget(f'target {target!r}: {wrong[0]} is illegal in {fen} or listed twice')
+        raise BadTargetError(f'target {target!r}: {wrong[0]} is illegal in {fen} or listed twice')
     return PolicyTruth.make(fen, answer.moves, answer.evals)
 
 
@@ -415,16 +415,16 @@ def check_rows(
     completions: Sequence[str],     # N
     targets: Sequence[str | None],  # N
 ) -> None:
-    """Raise BadTarget for columns of different length, and for values that are not text, such as the NaN of pandas."""
+    """Raise BadTargetError for columns of different length, and for what is not text, such as the NaN of pandas."""
     if str in map(type, (prompts, completions, targets)):
-        raise BadTarget('prompts, completions and targets are lists; of a single answer lists of one text')
+        raise BadTargetError('prompts, completions and targets are lists; of a single answer lists of one text')
     if not len(prompts) == len(completions) == len(targets):
-        raise BadTarget(f'{len(prompts)} prompts, {len(completions)} completions and {len(targets)} targets; '
+        raise BadTargetError(f'{len(prompts)} prompts, {len(completions)} completions and {len(targets)} targets; '
                         'give as many of each, repeating a prompt for each of its completions')
     for what, column in (('prompt', prompts), ('completion', completions), ('target', targets)):
         for row, text in enumerate(column):
             if not isinstance(text, str) and (what != 'target' or text is not None):
-                raise BadTarget(f'the {what} of row {row} is {text!r}, not a text' + ' or None'*(what == 'target'))
+                raise BadTargetError(f'the {what} of row {row} is {text!r}, not a text' + ' or None'*(what == 'target'))
 
 # %% ../nbs/05_rewards.ipynb #da6725b0
 @lru_cache(maxsize=1024)
@@ -444,7 +444,7 @@ def engine_truth(
     fen = read_prompt(prompt).fen
     lines = engine.analyse(fen)
     if not lines:
-        raise MissingTarget(f'the engine has no move in {fen!r}; is the game over?')
+        raise MissingTargetError(f'the engine has no move in {fen!r}; is the game over?')
     return PolicyTruth.make(fen, [line.uci for line in lines], [line.pawns for line in lines])
 
 
@@ -456,12 +456,12 @@ def find_truth(
     """A: the rules, whatever readable answer is stored. P: the stored target if there is one, else the engine."""
     if task_of(prompt) == 'A':
         if target is not None and not read_env(target).well_formed:
-            raise BadTarget(f'target {target!r} must be new_fen+reward+terminated+truncated')
+            raise BadTargetError(f'target {target!r} must be new_fen+reward+terminated+truncated')
         return rules_truth(prompt)
     if target is not None:
         return stored_truth(prompt, target)
     if engine is None:
-        raise MissingTarget(f'{prompt!r} has no stored target and there is no engine to ask; give one of the two, '
+        raise MissingTargetError(f'{prompt!r} has no stored target and there is no engine to ask; give one of the two, '
                             'as in RewardScorer(engine=Stockfish())')
     return engine_truth(prompt, engine)
 
@@ -562,9 +562,9 @@ class Scores:
     def __post_init__(self) -> None:
         rewards = torch.as_tensor(self.rewards, dtype=torch.float32)
         if rewards.shape != (len(self.components),):
-            raise BadScores(f'{tuple(rewards.shape)} rewards for a table of {len(self.components)} rows: one for each')
+            raise BadScoresError(f'{tuple(rewards.shape)} rewards for {len(self.components)} rows: one for each')
         if lacking := {'task', 'raw', 'reward'} - {*self.components}:
-            raise BadScores(f'the table of scores lacks {", ".join(sorted(lacking))}; it has '
+            raise BadScoresError(f'the table of scores lacks {", ".join(sorted(lacking))}; it has '
                             f'{", ".join(self.components) or "no column"}')
         refuse_lost(rewards, self.components)
         object.__setattr__(self, 'rewards', rewards)
@@ -609,7 +609,7 @@ class PatientEngine:
             if self.failures < PATIENCE:
                 raise
             self.ask([])
-            raise EngineSilent(f'no answer to {self.failures} questions in a row, the last: {error}') from error
+            raise EngineSilentError(f'no answer to {self.failures} questions in a row, the last: {error}') from error
         self.failures = 0
         return answer
 
@@ -629,7 +629,7 @@ def find_truths(
     for pair in dict.fromkeys(pairs):
         try:
             truths[pair] = find_truth(*pair, engine)
-        except EngineSilent:
+        except EngineSilentError:
             raise
         except EngineError as error:
             logger.warning('%r is not judged: %s', pair[0], error)
@@ -685,13 +685,13 @@ def plain_rewards(
     count: int,  # of answers
     who: str,    # the function, for the message
 ) -> list[float]:
-    """Numbers, one for each answer; BadScores for anything else."""
+    """Numbers, one for each answer; BadScoresError for anything else."""
     rewards, cause = [], None
     if not isinstance(given, (Mapping, Set, str, bytes, pd.DataFrame)):    # which hold something else than N rewards
         try: rewards = [float(reward) for reward in given]
         except (TypeError, ValueError, OverflowError) as error: cause = error
     if len(rewards) != count:
-        raise BadScores(f'{who}: a number for each of {count} answers is needed; it gave '
+        raise BadScoresError(f'{who}: a number for each of {count} answers is needed; it gave '
                         f'{" ".join(repr(given).split())[:120]}') from cause
     return rewards
 

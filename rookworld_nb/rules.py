@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['logger', 'MATE_REWARD', 'DRAW_REWARD', 'ILLEGAL_REWARD', 'ORDINARY_REWARD', 'MATE_SCORE', 'PATIENCE', 'LABEL_NODES',
-           'InvalidFen', 'parse_board', 'own_board', 'legal_moves', 'EnvStep', 'move_reward', 'env_step', 'fen_key',
-           'win_probability', 'Candidate', 'EngineNotFound', 'EngineError', 'find_stockfish', 'CacheError',
-           'AnalysisCache', 'check_cache', 'Stockfish', 'StockfishPool']
+           'InvalidFenError', 'parse_board', 'own_board', 'legal_moves', 'EnvStep', 'move_reward', 'env_step',
+           'fen_key', 'win_probability', 'Candidate', 'EngineNotFoundError', 'EngineError', 'find_stockfish',
+           'CacheError', 'AnalysisCache', 'check_cache', 'Stockfish', 'StockfishPool']
 
 # %% ../nbs/03_rules.ipynb #976a2a6a
 import functools
@@ -32,7 +32,7 @@ import chess
 # %% ../nbs/03_rules.ipynb #f2f81c6d
 logger = logging.getLogger(__name__)
 
-class InvalidFen(ValueError):
+class InvalidFenError(ValueError):
     "A FEN that does not describe a position chess can be played from."
 
 _HARMLESS = chess.STATUS_BAD_CASTLING_RIGHTS | chess.STATUS_INVALID_EP_SQUARE  # claims that no move rests on
@@ -41,14 +41,14 @@ _HARMLESS = chess.STATUS_BAD_CASTLING_RIGHTS | chess.STATUS_INVALID_EP_SQUARE  #
 def parse_board(
     fen: str,      # FEN of a possible position
 ) -> chess.Board:  # shared between callers: push moves on `own_board`
-    "The board of a FEN; one that describes no position, or an impossible one, is an InvalidFen that says why."
+    "The board of a FEN; one that describes no position, or an impossible one, is an InvalidFenError that says why."
     try: board = chess.Board(fen)
     except (ValueError, AttributeError, TypeError) as error:
-        raise InvalidFen(f"not a FEN: {fen!r} ({error})") from None
+        raise InvalidFenError(f"not a FEN: {fen!r} ({error})") from None
     problems = board.status()
     if grave := problems & ~_HARMLESS:
         why = ', '.join(flag.name.lower().replace('_', ' ') for flag in grave)
-        raise InvalidFen(f"impossible position: {fen!r} ({why})")
+        raise InvalidFenError(f"impossible position: {fen!r} ({why})")
     if problems & chess.STATUS_INVALID_EP_SQUARE: board.ep_square = None    # else a pawn captures what is not there
     return board
 
@@ -111,9 +111,9 @@ def fen_key(
 ) -> str:      # board, side to move, castling, en passant
     "The identity of a position: its FEN without the two counters."
     fields = fen.split()
-    if len(fields) < 4: raise InvalidFen(f"a FEN has at least four fields, {fen!r} has {len(fields)}")
+    if len(fields) < 4: raise InvalidFenError(f"a FEN has at least four fields, {fen!r} has {len(fields)}")
     if not _plain(fields[0], *fields[2:4]):   # other programs claim castling and captures that are not there
-        with suppress(InvalidFen): fields[2:4] = parse_board(fen).fen().split()[2:4]
+        with suppress(InvalidFenError): fields[2:4] = parse_board(fen).fen().split()[2:4]
     return ' '.join(fields[:4])
 
 # %% ../nbs/03_rules.ipynb #f42ef3cd
@@ -144,12 +144,12 @@ def _read_info(
     return Candidate(words[words.index('pv') + 1], centipawns / 100)
 
 # %% ../nbs/03_rules.ipynb #f5337d4a
-class _EngineFailure(Exception):
+class _EngineFailureError(Exception):
     "The engine hung, died, or answered nonsense."
 
 _START_SECONDS = 20.
 
-class EngineNotFound(ValueError):
+class EngineNotFoundError(ValueError):
     "No Stockfish where one is needed."
 
 class EngineError(ValueError):
@@ -167,10 +167,10 @@ def find_stockfish(
         file = os.path.expanduser(path)
         if found := shutil.which(file) or shutil.which(os.path.abspath(file)): return found    # a file here, too
         why = 'a file that may not be executed (chmod +x)' if os.path.isfile(file) else 'no executable'
-        raise EngineNotFound(f"{why} at {str(path)!r}; {_REMEDY}")
+        raise EngineNotFoundError(f"{why} at {str(path)!r}; {_REMEDY}")
     for place in ('stockfish', '/usr/games/stockfish', '/usr/local/bin/stockfish', '/opt/homebrew/bin/stockfish'):
         if found := shutil.which(place): return found
-    raise EngineNotFound(f"Stockfish was not found on $PATH; {_REMEDY}")
+    raise EngineNotFoundError(f"Stockfish was not found on $PATH; {_REMEDY}")
 
 # %% ../nbs/03_rules.ipynb #5495b00e
 class _EngineProcess:
@@ -203,7 +203,7 @@ class _EngineProcess:
             self._popen.stdin.write('\n'.join(commands) + '\n')
             self._popen.stdin.flush()
             while not (line := self._popen.stdout.readline(1 << 16)).startswith(last_word):
-                if not line: raise _EngineFailure(f"died, or gave no {last_word!r} within {seconds} s")
+                if not line: raise _EngineFailureError(f"died, or gave no {last_word!r} within {seconds} s")
                 yield line
         finally: self._due = math.inf
 
@@ -233,7 +233,7 @@ class _KeptEngine(_Closing):
         with self._lock:
             for attempt in (1, 2):
                 try: return talk(self._running())
-                except (_EngineFailure, OSError, ValueError, IndexError) as error:
+                except (_EngineFailureError, OSError, ValueError, IndexError) as error:
                     logger.warning("%s failed on %s, attempt %d: %s", self.path, about, attempt, error)
                     failure, self.restarts = error, self.restarts + 1
                     self._end()
@@ -277,7 +277,7 @@ def _search(process: _EngineProcess, fen: str, nodes: int, multipv: int, fresh: 
     while len(lines) < wanted and nodes < _MOST_NODES:   # not one iteration was finished
         lines = _report(process, fen, nodes := 4 * nodes, fresh)
     if len(lines) != wanted or len({line.uci for line in lines} & legal) != wanted:
-        raise _EngineFailure(f"answered {[line.uci for line in lines]}, not {wanted} distinct legal moves")
+        raise _EngineFailureError(f"answered {[line.uci for line in lines]}, not {wanted} distinct legal moves")
     return tuple(sorted(lines, key=lambda line: -line.pawns))   # stable: equal scores stay in engine order
 
 # %% ../nbs/03_rules.ipynb #791c1da9

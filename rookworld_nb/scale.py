@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['logger', 'SPACES', 'PAIR', 'NOT_SEARCHED', 'KINDS', 'FALL', 'BATCHES', 'BEAT', 'TRIES', 'POLL', 'STOPPED', 'PLACES',
-           'COLUMNS', 'FEW', 'BINS', 'ENOUGH', 'BEST', 'EXAMPLES', 'SearchError', 'WorkersLost', 'Choices', 'Span',
+           'COLUMNS', 'FEW', 'BINS', 'ENOUGH', 'BEST', 'EXAMPLES', 'SearchError', 'WorkersLostError', 'Choices', 'Span',
            'setting_value', 'is_number', 'read_dimension', 'check_value', 'fields_of', 'settings_at', 'read_space',
            'Search', 'trial_config', 'space_words', 'check_search', 'hopeless', 'Verdict', 'verdict_of', 'judged_task',
            'examine_run', 'train_trial', 'run_trial', 'suggest', 'connect', 'open_study', 'is_lost', 'by_ticket',
@@ -73,7 +73,7 @@ class SearchError(ValueError):
     "A study that cannot be run as asked; the message names the flag, its value and the valid ones."
 
 
-class WorkersLost(RuntimeError):
+class WorkersLostError(RuntimeError):
     "All processes of a study have ended before its trials were done."
 
 
@@ -618,7 +618,7 @@ def tables_of(
         raise SearchError('a worker has stopped, and said above why; the same command goes on from here')
     if len(table) < search.size:
         codes = ', '.join(str(process.exitcode) for process in processes)
-        raise WorkersLost(f'{len(table)} of {search.size} trials are done, and no worker is left (exit codes {codes}); '
+        raise WorkersLostError(f'{len(table)} of {search.size} trials are done, and no worker is left (exit codes {codes}); '
                           f'the same command goes on from here')
 
 # %% ../nbs/34_scale.ipynb #433216e6

@@ -531,7 +531,7 @@ def uci_board(
     """Set up what another program describes."""
     start, _, moves = f'{" ".join(words)} '.partition(' moves ')
     fen = chess.STARTING_FEN if start.strip() == 'startpos' else start.removeprefix('fen ').strip()
-    board = own_board(fen)    # raises InvalidFen where nobody could play
+    board = own_board(fen)    # raises InvalidFenError where nobody could play
     for uci in moves.split():
         if not board.push_uci(uci): raise SuiteError(f'{uci} is no move')    # python-chess lets a side pass
     policy_prompt(board.fen())  # raises TaskFormatError where a counter has more digits than a prompt

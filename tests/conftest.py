@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, settings
 
 from rookworld_nb.buffer import counting_policy
 from rookworld_nb.positions import by_task, shipped, write_lines
-from rookworld_nb.rules import EngineNotFound, find_stockfish
+from rookworld_nb.rules import EngineNotFoundError, find_stockfish
 
 settings.register_profile('varied', deadline=None, suppress_health_check=[HealthCheck.too_slow])  # a busy machine is no failure
 settings.register_profile('repeatable', settings.get_profile('varied'), derandomize=True)
@@ -20,7 +20,7 @@ def pytest_runtest_setup(item):
     "What is marked `stockfish` is skipped where there is no engine."
     if item.get_closest_marker('stockfish'):
         try: find_stockfish()
-        except EngineNotFound as error: pytest.skip(str(error))
+        except EngineNotFoundError as error: pytest.skip(str(error))
 
 
 @pytest.fixture(scope='session')

@@ -19,7 +19,7 @@ from rookworld_nb.grpo import EMATracker, compute_advantages
 from rookworld_nb.kl import SettingError
 from rookworld_nb.model import GPT
 from rookworld_nb.positions import PromptMix, Sample
-from rookworld_nb.rewards import BadScores, RewardConfig, Scores
+from rookworld_nb.rewards import BadScoresError, RewardConfig, Scores
 from rookworld_nb.sampling import completion_logprobs
 from toy import G, TASK, collector
 
@@ -254,23 +254,23 @@ def test_plain_rewards_are_scores(model):
 
 @pytest.mark.parametrize('given', [None, [None]*12, ['a']*12, 'a'*12, {n: 1. for n in range(12)}, 3.])
 def test_what_is_no_row_of_numbers_is_said(model, given):
-    with pytest.raises(BadScores, match='a number for each of 12 answers is needed; it gave .'): next(own_collector(model, lambda *asked: given))
+    with pytest.raises(BadScoresError, match='a number for each of 12 answers is needed; it gave .'): next(own_collector(model, lambda *asked: given))
 
 
 @pytest.mark.parametrize('count', [0, 3, 11, 13])
 def test_a_reward_for_each_completion(model, count):
-    with pytest.raises(BadScores, match='scorer .*lambda.*: a number for each of 12 answers is needed; it gave .'):
+    with pytest.raises(BadScoresError, match='scorer .*lambda.*: a number for each of 12 answers is needed; it gave .'):
         next(own_collector(model, lambda *asked: [0.]*count))
-    with pytest.raises(BadScores, match=f'the scorer gave {count} rewards for 12 answers'):
+    with pytest.raises(BadScoresError, match=f'the scorer gave {count} rewards for 12 answers'):
         next(own_collector(model, lambda *asked: Scores(torch.zeros(count), pd.DataFrame({'task': ['sum']*count, 'raw': 0., 'reward': 0.}))))
 
 
 @pytest.mark.parametrize('lost', [math.nan, math.inf, 1e39])
 def test_a_reward_that_is_no_number_is_refused_and_not_trained_on(model, lost):
-    with pytest.raises(BadScores, match='the reward of 2 of 12 answers is not finite .* for an answer to sum'):
+    with pytest.raises(BadScoresError, match='the reward of 2 of 12 answers is not finite .* for an answer to sum'):
         next(own_collector(model, lambda *asked: [lost, lost] + [.5]*10))
     table = pd.DataFrame({'task': 'P', 'raw': [.5]*3, 'reward': [.5]*3})
-    with pytest.raises(BadScores, match='the reward of 1 of 3 answers'): Scores(torch.tensor([.5, lost, .5]), table)
+    with pytest.raises(BadScoresError, match='the reward of 1 of 3 answers'): Scores(torch.tensor([.5, lost, .5]), table)
 
 
 def test_columns_of_whole_numbers_and_of_words_do_no_harm(model):
@@ -602,7 +602,7 @@ def test_a_score_may_not_be_called_as_a_column_of_the_completions(model, name):
     def scorer(prompts, completions, targets):
         scores = TASK(prompts, completions)
         return replace(scores, components=scores.components.assign(**{name: 0.}))
-    with pytest.raises(BadScores, match=f"a column '{name}'"): next(collector(model, scorer=scorer))
+    with pytest.raises(BadScoresError, match=f"a column '{name}'"): next(collector(model, scorer=scorer))
 
 
 # bad settings

@@ -34,9 +34,9 @@ from rookworld_nb.positions import by_task, data_files, locked, read_lines, ship
 from rookworld_nb.pretrain import board_tokenizer, read_excluded
 from rookworld_nb.ranks import ALONE
 from rookworld_nb.rewards import RewardScorer
-from rookworld_nb.rules import PATIENCE, Candidate, EngineError, EngineNotFound, env_step, find_stockfish, legal_moves
+from rookworld_nb.rules import PATIENCE, Candidate, EngineError, EngineNotFoundError, env_step, find_stockfish, legal_moves
 from rookworld_nb.run import Run
-from rookworld_nb.scale import WorkersLost
+from rookworld_nb.scale import WorkersLostError
 from rookworld_nb.tasks import env_prompt, format_env
 from rookworld_nb.trainer import FirstUpdateError
 from rookworld_nb.weights import load_pretrained, save_pretrained
@@ -405,13 +405,13 @@ def test_an_unknown_flag_lists_all_where_none_is_close(call):
 
 
 def test_only_mistakes_of_the_user_are_hidden(call, monkeypatch):
-    for error, expected in ((UsageError('bad'), 2), (EngineNotFound('none'), 2), (KeyboardInterrupt(), 130),
+    for error, expected in ((UsageError('bad'), 2), (EngineNotFoundError('none'), 2), (KeyboardInterrupt(), 130),
                             (FileNotFoundError(2, 'No such file', 'x'), 2)):
         monkeypatch.setitem(COMMANDS, 'positions', cli.Command(raiser(error)))
         code, _, errors = call('positions')
         assert code == expected and len(errors.splitlines()) == 1
     for error in (ValueError('ours'), KeyError('ours'), RuntimeError('ours'), OSError('disk'), FirstUpdateError('two forward passes differ'),
-                  BatchShapeError('tensors'), MissingInputError('tensors'), SequenceError('rows'), WorkersLost('all'),
+                  BatchShapeError('tensors'), MissingInputError('tensors'), SequenceError('rows'), WorkersLostError('all'),
                   FileNotFoundError(2, 'No such file', str(Path(cli.__file__).parent/'assets'/'gone.txt'))):
         monkeypatch.setitem(COMMANDS, 'positions', cli.Command(raiser(error)))
         with pytest.raises(type(error)):

@@ -21,7 +21,7 @@ from rookworld_nb.model import GPT, GPTConfig
 from rookworld_nb.positions import PUZZLES, generate_positions, locked, random_play, shipped, write_lines
 from rookworld_nb.pretrain import (PROMPT_TOKENS, PretrainConfig, PretrainError, Rows, batches, board_tokenizer, completion_loss, completion_mask,
                                    first_model, kept_rows, pack, prepare, pretrain, ranked, read_excluded, token_weights, train)
-from rookworld_nb.rules import Candidate, EngineNotFound, fen_key
+from rookworld_nb.rules import Candidate, EngineNotFoundError, fen_key
 from rookworld_nb.suites import shipped_puzzles
 from rookworld_nb.tasks import parse_policy
 from rookworld_nb.weights import load_pretrained
@@ -376,7 +376,7 @@ def test_what_cannot_be_packed_is_said(caplog):
 
 
 def test_an_engine_that_is_not_there_is_said_before_a_folder_is_made(tmp_path):
-    with pytest.raises(EngineNotFound, match='nowhere.*--stockfish-path'):
+    with pytest.raises(EngineNotFoundError, match='nowhere.*--stockfish-path'):
         pretrain(PretrainConfig(output_dir=str(tmp_path/'run'), stockfish_path='nowhere'))
     assert not (tmp_path/'run').exists()
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from rookworld_nb.positions import shipped
-from rookworld_nb.rewards import (BadScores, BadTarget, EngineSilent, Judged, MissingTarget, PatientEngine, PolicyTruth, RewardConfig, RewardConfigError, RewardScorer,
+from rookworld_nb.rewards import (BadScoresError, BadTargetError, EngineSilentError, Judged, MissingTargetError, PatientEngine, PolicyTruth, RewardConfig, RewardConfigError, RewardScorer,
                                   RunningNorm, Scaling, Scores, Shaping, blend_shares, engine_questions, env_scores, evals_score, candidates_score,
                                   judge_policy, scale_score, shape_reward, stored_truth)
 from rookworld_nb.rules import Candidate, EngineError, Stockfish, env_step, legal_moves
@@ -149,7 +149,7 @@ def test_the_ladder_pays_for_beginnings():
 
 
 def test_a_target_of_more_moves_than_an_answer_may_have_is_refused():
-    with pytest.raises(BadTarget, match='1 to 5 moves'):
+    with pytest.raises(BadTargetError, match='1 to 5 moves'):
         stored_truth(P, ' M: f1b5 f1c4 b1c3 d2d4 f1d3 a2a3 E: 0.5 0.4 0.3 0.2 0.1 0.0 B: f1b5')
 
 
@@ -333,11 +333,11 @@ def test_engine_and_stored_target_agree_and_each_position_is_asked_once():
 
 def test_without_any_truth_nothing_is_scored():
     scorer = RewardScorer()
-    with pytest.raises(MissingTarget, match='engine'):
+    with pytest.raises(MissingTargetError, match='engine'):
         scorer([A, P], [RIGHT, GOOD])
-    with pytest.raises(MissingTarget, match='engine'):
+    with pytest.raises(MissingTargetError, match='engine'):
         scorer([P, P], [GOOD, GOOD], [TARGET, None])
-    with pytest.raises(MissingTarget, match='over'):
+    with pytest.raises(MissingTargetError, match='over'):
         RewardScorer(engine=Oracle())([policy_prompt('7k/5Q2/6K1/8/8/8/8/8 b - - 0 1')], [GOOD])
     assert scorer.step == 0
 
@@ -345,7 +345,7 @@ def test_without_any_truth_nothing_is_scored():
 @pytest.mark.parametrize('prompt, target', [(P, 'M: e2e4 E: B: e2e4'), (P, ''), (A, f'{NEW}+0.001+0'), (A, TARGET), (P, RIGHT),
                                             (P, ' M: e2e4 e1e3 E: 0.3 0.2 B: e2e4'), (P, ' M: e2e4 e2e4 E: 0.3 0.2 B: e2e4')])
 def test_unusable_targets_are_named(prompt, target):
-    with pytest.raises(BadTarget):
+    with pytest.raises(BadTargetError):
         RewardScorer()([prompt], [GOOD], [target])
 
 
@@ -361,9 +361,9 @@ def test_an_engine_is_asked_about_policy_prompts_alone():
 
 
 def test_lengths_must_agree_and_nothing_is_fine():
-    with pytest.raises(BadTarget, match='2 prompts, 1 completions'):
+    with pytest.raises(BadTargetError, match='2 prompts, 1 completions'):
         RewardScorer()([P, P], [GOOD])
-    with pytest.raises(BadTarget, match='3 targets'):
+    with pytest.raises(BadTargetError, match='3 targets'):
         RewardScorer()([P], [GOOD], [TARGET]*3)
     assert RewardScorer()([], []).rewards.shape == (0,)
 
@@ -514,7 +514,7 @@ def prompts_in_batches(engine, samples, size, targets=None):
 def test_an_engine_that_never_answers_ends_the_run_whatever_the_batches(size):
     samples, answers = positions_with_answers(12)
     engine = Failing(answers, lambda fen: True)
-    with pytest.raises(EngineSilent, match='8 questions in a row.*failed twice') as caught:
+    with pytest.raises(EngineSilentError, match='8 questions in a row.*failed twice') as caught:
         prompts_in_batches(engine, samples, size)
     assert engine.asked == 8 and isinstance(caught.value, EngineError)
 
@@ -524,7 +524,7 @@ def test_an_engine_that_dies_after_many_answers_ends_the_run_too(size):
     samples, answers = positions_with_answers(24)
     alive = {s.fen for s in samples[:12]}
     engine = Failing(answers, lambda fen: fen not in alive)
-    with pytest.raises(EngineSilent):
+    with pytest.raises(EngineSilentError):
         prompts_in_batches(engine, samples, size)
     assert engine.asked == 20
 
@@ -541,7 +541,7 @@ def test_stored_targets_neither_ask_nor_forget():
     samples, answers = positions_with_answers(24)
     engine = Failing(answers, lambda fen: True)
     scorer = RewardScorer(RewardConfig(), engine)
-    with pytest.raises(EngineSilent):
+    with pytest.raises(EngineSilentError):
         for i in range(0, 24, 3):
             batch = samples[i:i + 3]
             scorer([s.prompt for s in batch], ['']*3, [batch[0].completion, batch[1].completion, None])
@@ -572,7 +572,7 @@ def test_an_engine_that_is_asked_ahead_has_answered_when_the_scorer_comes():
 def test_an_engine_that_is_asked_ahead_may_fail_as_ever():
     samples, answers = positions_with_answers(12)
     scorer = RewardScorer(RewardConfig(), Failing(answers, lambda fen: True))
-    with pytest.raises(EngineSilent):
+    with pytest.raises(EngineSilentError):
         for i in range(0, 12, 4):
             prompts = [sample.prompt for sample in samples[i:i + 4]]
             scorer.patient.ask(engine_questions(prompts, [None]*4))
@@ -587,7 +587,7 @@ def test_who_is_examined_does_not_use_up_the_patience_of_the_run():
     for sample in samples[:7]:
         scorer([sample.prompt], [''])
     assert scorer.for_evaluation()([samples[7].prompt], ['']).components['raw'].isna().all()
-    with pytest.raises(EngineSilent):
+    with pytest.raises(EngineSilentError):
         scorer([samples[7].prompt], [''])
 
 
@@ -598,7 +598,7 @@ def test_the_rules_judge_env_answers_whatever_is_stored():
     right = f'{chess.STARTING_FEN}+-1.0+0+1'
     paid = RewardScorer()([leap, leap], [stored, right], [stored, stored]).rewards
     assert paid[1] == 1 > paid[0]
-    with pytest.raises(BadTarget): RewardScorer()([leap], [right], ['no answer'])
+    with pytest.raises(BadTargetError): RewardScorer()([leap], [right], ['no answer'])
 
 
 @pytest.mark.parametrize('setting', [{'normalize_rewards': .5}, {'normalize_rewards': 1}, {'reward_warmup_steps': 2.5}, {'penalty': False}, {'best_weight': '4'}])
@@ -631,7 +631,7 @@ def test_an_env_answer_that_restates_a_move_is_unreadable():
 def test_an_env_target_is_an_answer_and_no_whole_line():
     line = format_env(chess.STARTING_FEN, 'e2e4', None, *env_step(chess.STARTING_FEN, 'e2e4'))
     prompt, answer = split_line(line)
-    with pytest.raises(BadTarget, match='must be new_fen'): RewardScorer()([prompt], [answer], [line])
+    with pytest.raises(BadTargetError, match='must be new_fen'): RewardScorer()([prompt], [answer], [line])
 
 
 @pytest.mark.parametrize(('shaping', 'raw', 'reward'), [
@@ -650,25 +650,25 @@ def test_the_curves_go_through_their_points():
 @pytest.mark.parametrize('target', [TARGET.replace('f1b5', 'F1B5'), TARGET.replace('0.28', '+0.28', 1), 'garbage' + TARGET, TARGET.rpartition(' B:')[0],
                                     format_policy('8/8/8/8/8/4k3/8/K6R w - - 0 1', ['h1h2'], [1.]), format_policy(FEN, MOVES, EVALS)])
 def test_a_target_that_is_partly_unreadable_or_of_a_position_is_refused(target):
-    with pytest.raises(BadTarget, match='must be M: 1 to 5 moves'): stored_truth(P, target)
+    with pytest.raises(BadTargetError, match='must be M: 1 to 5 moves'): stored_truth(P, target)
 
 
 def test_a_target_is_refused_with_the_part_that_is_wrong():
-    with pytest.raises(BadTarget, match=r"B: a move \(move 1 'f1b9' is no UCI move such as e2e4\)"): stored_truth(P, TARGET.replace('f1b5', 'f1b9', 1))
-    with pytest.raises(BadTarget, match=r"\('foo' stands between the FEN and M:\)"): stored_truth(P, f' foo{TARGET}')
-    with pytest.raises(BadTarget, match=r'\(no B: after the evaluations\)'): stored_truth(P, TARGET.rpartition(' B:')[0])
+    with pytest.raises(BadTargetError, match=r"B: a move \(move 1 'f1b9' is no UCI move such as e2e4\)"): stored_truth(P, TARGET.replace('f1b5', 'f1b9', 1))
+    with pytest.raises(BadTargetError, match=r"\('foo' stands between the FEN and M:\)"): stored_truth(P, f' foo{TARGET}')
+    with pytest.raises(BadTargetError, match=r'\(no B: after the evaluations\)'): stored_truth(P, TARGET.rpartition(' B:')[0])
 
 
 def test_a_single_answer_goes_in_as_lists():
-    with pytest.raises(BadTarget, match='are lists; of a single answer lists of one text'): RewardScorer()(P, TARGET, TARGET)
+    with pytest.raises(BadTargetError, match='are lists; of a single answer lists of one text'): RewardScorer()(P, TARGET, TARGET)
     assert RewardScorer()([P], [TARGET], [TARGET]).rewards.tolist() == [1.]
 
 
 @pytest.mark.parametrize('rewards, columns, words', [
-    (torch.zeros(3), ('task', 'raw', 'reward'), r'\(3,\) rewards for a table of 2 rows'), ([1., 2.], ('task', 'reward'), 'lacks raw; it has task, reward'),
+    (torch.zeros(3), ('task', 'raw', 'reward'), r'\(3,\) rewards for 2 rows'), ([1., 2.], ('task', 'reward'), 'lacks raw; it has task, reward'),
     (torch.zeros(2, 1), ('task', 'raw', 'reward'), r'\(2, 1\) rewards')])
 def test_scores_of_ones_own_that_do_not_fit_say_so(rewards, columns, words):
-    with pytest.raises(BadScores, match=words): Scores(rewards, pd.DataFrame({name: [0, 1] for name in columns}))
+    with pytest.raises(BadScoresError, match=words): Scores(rewards, pd.DataFrame({name: [0, 1] for name in columns}))
 
 
 def test_scores_may_be_whole_numbers():
@@ -680,7 +680,7 @@ def test_scores_may_be_whole_numbers():
     (P, GOOD, math.nan, 'the target of row 1 is nan, not a text or None'), (P, math.nan, TARGET, 'the completion of row 1 is nan, not a text$'),
     (None, GOOD, TARGET, 'the prompt of row 1 is None, not a text$')])
 def test_what_pandas_has_where_nothing_is_gets_a_sentence(prompt, completion, target, said):
-    with pytest.raises(BadTarget, match=said): RewardScorer()([P, prompt], [GOOD, completion], [TARGET, target])
+    with pytest.raises(BadTargetError, match=said): RewardScorer()([P, prompt], [GOOD, completion], [TARGET, target])
     table = pd.DataFrame({'prompt': [P, A], 'completion': [GOOD, RIGHT], 'target': [TARGET, None]}, dtype=object)
     assert RewardScorer()(table['prompt'], table['completion'], table['target']).rewards[1] == 1
 

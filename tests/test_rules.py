@@ -28,9 +28,9 @@ from rookworld_nb.rules import (
     CacheError,
     Candidate,
     EngineError,
-    EngineNotFound,
+    EngineNotFoundError,
     EnvStep,
-    InvalidFen,
+    InvalidFenError,
     Stockfish,
     StockfishPool,
     check_cache,
@@ -292,7 +292,7 @@ def test_history_decides_nothing():
 )
 def test_bad_fens_are_named(fen):
     for call in (lambda: env_step(fen, 'e2e4'), lambda: legal_moves(fen)):
-        with pytest.raises(InvalidFen) as caught:
+        with pytest.raises(InvalidFenError) as caught:
             call()
         assert repr(fen) in str(caught.value) and isinstance(caught.value, ValueError)
 
@@ -316,7 +316,7 @@ def test_fen_key():
     assert fen_key(pushed + 'e3 0 1') == fen_key(pushed + '- 0 1') == pushed + '-'  # nobody can take
     assert fen_key('4k3/8/8/8/8/8/8/4K3 w KQkq - 0 1') == '4k3/8/8/8/8/8/8/4K3 w - -'  # no rooks
     assert fen_key('8/8/8/8/8/8/8/8 w KQ - 0 1') == '8/8/8/8/8/8/8/8 w KQ -'  # no position: as it is written
-    with pytest.raises(InvalidFen, match='four fields'):
+    with pytest.raises(InvalidFenError, match='four fields'):
         fen_key('8/8 w -')
 
 
@@ -486,7 +486,7 @@ def test_positions_without_moves_need_no_engine(fake):
             engine.analyse('R6k/8/6K1/8/8/8/8/8 b - - 1 1') == ()
             and engine.analyse('7k/8/5KQ1/8/8/8/8/8 b - - 1 1') == ()
         )
-        with pytest.raises(InvalidFen):
+        with pytest.raises(InvalidFenError):
             engine.analyse('nonsense')
     assert runs() == 0
 
@@ -507,13 +507,13 @@ def test_find_stockfish(tmp_path, monkeypatch, fake):
     monkeypatch.setenv('PATH', str(named.parent))
     assert find_stockfish() == find_stockfish('stockfish') == str(named)
     for missing in (tmp_path / 'nowhere', tmp_path, 'no-such-engine'):
-        with pytest.raises(EngineNotFound) as caught:
+        with pytest.raises(EngineNotFoundError) as caught:
             find_stockfish(missing)
         assert str(missing) in str(caught.value) and '--stockfish-path' in str(caught.value)
     monkeypatch.setattr(rules.shutil, 'which', lambda place: None)
-    with pytest.raises(EngineNotFound, match='apt install stockfish'):
+    with pytest.raises(EngineNotFoundError, match='apt install stockfish'):
         find_stockfish()
-    with pytest.raises(EngineNotFound):
+    with pytest.raises(EngineNotFoundError):
         Stockfish()
     monkeypatch.setattr(rules.shutil, 'which', lambda place: place if place.startswith('/usr/games') else None)
     assert find_stockfish() == '/usr/games/stockfish'
@@ -620,7 +620,7 @@ def test_pool_keeps_order_and_analyses_repeats_once(fake):
         answers = pool.analyse_many(iter(fens))
         assert [len(a) for a in answers] == [5, 5, 5, 0, 5, 5, 5] and runs() == 1
         assert pool.analyse_many([]) == []
-        with pytest.raises(InvalidFen):
+        with pytest.raises(InvalidFenError):
             pool.analyse_many([START, 'nonsense'])
         assert pool.analyse(START) == answers[-1]
     assert not [c for c in children() if str(path) in c]
@@ -744,7 +744,7 @@ def test_an_engine_in_this_folder_is_found_and_one_that_may_not_run_is_said(tmp_
     monkeypatch.chdir(tmp_path)
     engine = tmp_path/'my-stockfish'
     engine.write_text('#!/bin/sh\n')
-    with pytest.raises(EngineNotFound, match=r"a file that may not be executed \(chmod \+x\) at 'my-stockfish'"): find_stockfish('my-stockfish')
+    with pytest.raises(EngineNotFoundError, match=r"a file that may not be executed \(chmod \+x\) at 'my-stockfish'"): find_stockfish('my-stockfish')
     engine.chmod(0o755)
     assert find_stockfish('my-stockfish') == str(engine)
 

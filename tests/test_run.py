@@ -876,10 +876,10 @@ def test_a_reward_is_tried_on_the_tasks_that_it_will_be_asked_about(tmp_path, ch
         if not all(prompt.startswith('P:') for prompt in prompts): raise ValueError('only moves')
         return [1.]*len(prompts)
 
-    class Late(Exception): pass
-    def loaded(*args): raise Late
+    class LateError(Exception): pass
+    def loaded(*args): raise LateError
     config = replace(TINY, rare_env_ratio=.15, answer_coef=0., answer_positions=64, output_dir=str(tmp_path/'run'), **changes)
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(Late if changes else ValueError, match=None if changes else 'only moves'):
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(LateError if changes else ValueError, match=None if changes else 'only moves'):
         patch.setattr('rookworld_nb.setup.load_pretrained', loaded)
         Run(config, reward_fn=of_moves)
 

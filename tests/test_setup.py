@@ -10,7 +10,7 @@ from rookworld_nb.config import BY_SIZE, RunError, TrainConfig
 from rookworld_nb.graphs import GraphDecoder
 from rookworld_nb.positions import DataError, by_task, is_rare, shipped, write_lines
 from rookworld_nb.records import read_metrics
-from rookworld_nb.rewards import EngineSilent
+from rookworld_nb.rewards import EngineSilentError
 from rookworld_nb.rules import LABEL_NODES, Stockfish, fen_key, find_stockfish
 from rookworld_nb.run import Run
 from rookworld_nb.setup import Setup, examine, heldout_samples, planned_work, run_folder, training_samples, trial_run
@@ -143,7 +143,7 @@ def test_a_live_engine_that_is_dead_ends_the_run_even_in_small_batches(tmp_path)
     dead.chmod(0o755)
     run = Run(replace(SHORT, stockfish_path=str(dead), output_dir=str(tmp_path/'run'), mix_env_ratio=0., eval_policy=0, eval_env=0,
                       batch_positions=3, group_size=2, replays=1, steps=20, max_new_tokens=8))
-    with pytest.raises(EngineSilent, match='8 questions in a row'):
+    with pytest.raises(EngineSilentError, match='8 questions in a row'):
         list(run.steps())
     rows = read_metrics(run.folder)
     assert rows['completions/unjudged'].tolist() == [1.]*len(rows) and len(rows) <= 2  # the third batch asks the eighth question

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from rookworld_nb.evaluate import mean_interval, wilson_interval
 from rookworld_nb.play import play_game
 from rookworld_nb.positions import SHIPPED, opening_positions, random_endgame, random_play, seen_positions, shipped, shipped_positions
-from rookworld_nb.rules import EngineNotFound, Stockfish, env_step, fen_key, legal_moves
+from rookworld_nb.rules import EngineNotFoundError, Stockfish, env_step, fen_key, legal_moves
 from rookworld_nb.suites import (Puzzle, Question, SuiteError, bigbench_puzzle, elo_difference, epd_puzzle,
                                  legal_choice, level_options, lichess_puzzle, match_elo, match_scores, mate_puzzles,
                                  mating_moves, model_player, model_simulator, model_world, parse_puzzles, pass_at_k, play_match,
@@ -611,7 +611,7 @@ def test_a_first_line_with_an_endless_field_is_no_suite():
 
 
 def test_no_stockfish():
-    with pytest.raises(EngineNotFound):
+    with pytest.raises(EngineNotFoundError):
         with stockfish_opponent('skill=0', path='no/such/engine'):
             pass
 
