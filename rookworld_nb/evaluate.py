@@ -176,7 +176,7 @@ def check_asked(
     samples: Sequence[Sample],    # to be measured
     scorer: RewardScorer | None,  # of their answers
 ) -> None:
-    """Raise EvaluationError for anything but samples of tasks with metrics, and but a scorer."""
+    """Raise EvaluationError unless these are samples of tasks with metrics, and a scorer."""
     if wrong := [sample for sample in samples if not isinstance(sample, Sample)]:
         raise EvaluationError(f'samples must be of the class Sample, not {wrong[0]!r:.60}')
     if not (scorer is None or isinstance(scorer, RewardScorer)):
