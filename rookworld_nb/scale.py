@@ -618,8 +618,8 @@ def tables_of(
         raise SearchError('a worker has stopped, and said above why; the same command goes on from here')
     if len(table) < search.size:
         codes = ', '.join(str(process.exitcode) for process in processes)
-        raise WorkersLostError(f'{len(table)} of {search.size} trials are done, and no worker is left (exit codes {codes}); '
-                          f'the same command goes on from here')
+        raise WorkersLostError(f'{len(table)} of {search.size} trials are done, and no worker is left '
+                               f'(exit codes {codes}); the same command goes on from here')
 
 # %% ../nbs/34_scale.ipynb #433216e6
 def leave_group() -> None:
