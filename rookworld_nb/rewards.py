@@ -372,7 +372,7 @@ def refuse_lost(
     """Raise BadScoresError where a reward is NaN or infinite: nothing could be learned from its whole batch."""
     if len(lost := components[~rewards.isfinite().cpu().numpy()]):
         raise BadScoresError(f'the reward of {len(lost)} of {len(components)} answers is not finite (in float32), the '
-                        f'first is {lost["reward"].iloc[0]} for an answer to {lost["task"].iloc[0]}:')
+                             f'first is {lost["reward"].iloc[0]} for an answer to {lost["task"].iloc[0]}:')
 
 
 class BadTargetError(ValueError):
@@ -403,7 +403,7 @@ def stored_truth(
     answer = read_policy(target)    # not of another position, and nothing in it that cannot be read
     if not answer.has_form():
         raise BadTargetError(f'target {target!r} must be M: 1 to {MAX_MOVES} moves E: as many evaluations B: a move '
-                        f'({fault_of(f"{prompt} {target}")})')
+                             f'({fault_of(f"{prompt} {target}")})')
     fen = read_prompt(prompt).fen
     if wrong := [m for i, m in enumerate(answer.moves) if m not in legal_moves(fen) or m in answer.moves[:i]]:
         raise BadTargetError(f'target {target!r}: {wrong[0]} is illegal in {fen} or listed twice')
@@ -420,7 +420,7 @@ def check_rows(
         raise BadTargetError('prompts, completions and targets are lists; of a single answer lists of one text')
     if not len(prompts) == len(completions) == len(targets):
         raise BadTargetError(f'{len(prompts)} prompts, {len(completions)} completions and {len(targets)} targets; '
-                        'give as many of each, repeating a prompt for each of its completions')
+                             'give as many of each, repeating a prompt for each of its completions')
     for what, column in (('prompt', prompts), ('completion', completions), ('target', targets)):
         for row, text in enumerate(column):
             if not isinstance(text, str) and (what != 'target' or text is not None):
@@ -462,7 +462,7 @@ def find_truth(
         return stored_truth(prompt, target)
     if engine is None:
         raise MissingTargetError(f'{prompt!r} has no stored target and there is no engine to ask; give one of the two, '
-                            'as in RewardScorer(engine=Stockfish())')
+                                 'as in RewardScorer(engine=Stockfish())')
     return engine_truth(prompt, engine)
 
 # %% ../nbs/05_rewards.ipynb #e45d61b4
@@ -565,7 +565,7 @@ class Scores:
             raise BadScoresError(f'{tuple(rewards.shape)} rewards for {len(self.components)} rows: one for each')
         if lacking := {'task', 'raw', 'reward'} - {*self.components}:
             raise BadScoresError(f'the table of scores lacks {", ".join(sorted(lacking))}; it has '
-                            f'{", ".join(self.components) or "no column"}')
+                                 f'{", ".join(self.components) or "no column"}')
         refuse_lost(rewards, self.components)
         object.__setattr__(self, 'rewards', rewards)
 
@@ -692,7 +692,7 @@ def plain_rewards(
         except (TypeError, ValueError, OverflowError) as error: cause = error
     if len(rewards) != count:
         raise BadScoresError(f'{who}: a number for each of {count} answers is needed; it gave '
-                        f'{" ".join(repr(given).split())[:120]}') from cause
+                             f'{" ".join(repr(given).split())[:120]}') from cause
     return rewards
 
 

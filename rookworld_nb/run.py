@@ -185,9 +185,9 @@ def resumed_config(
         if name not in stored:
             raise RunError(f'{name}: no such setting')
         if name not in (*FREE, *MOVABLE) and stored[name] != value:
+            weights = f', from --model {final}' if (final := folder/'final_checkpoint').exists() else ''
             raise RunError(f'{typed(name, value)}: the run in {folder} has {as_text(stored[name])}, and '
-                           '--resume goes on with it as it is; start a new run instead, '
-                           f'from --model {folder/"final_checkpoint"}')
+                           f'--resume goes on with it as it is; start a new run instead{weights}')
     engine = stored['stockfish_path']
     if engine and 'stockfish_path' not in asked and not stands_apart(engine, folder):
         raise RunError(f'--stockfish-path {engine}: the run in {folder} names a program beside it, which --resume '

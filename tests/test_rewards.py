@@ -91,6 +91,10 @@ def test_bad_settings_are_named(name, value):
         RewardConfig(**{name: value})
 
 
+def test_weights_that_cannot_be_added_up_are_refused():
+    with pytest.raises(RewardConfigError, match='too large to be added up'): RewardConfig(best_weight=1e308, evals_weight=1e308)
+
+
 # ---- no text escapes
 
 SCALINGS = [field.name for field in fields(RewardConfig) if field.name.endswith('_scaling')]

@@ -1124,10 +1124,10 @@ def test_check_first_update_is_silent_where_all_is_well(model):
 # bad settings
 
 @pytest.mark.parametrize('options', [
-    {'steps': 0}, {'lr': -1.}, {'lr': math.nan}, {'lr_schedule': 'step'}, {'lr_final': 1.5},
+    {'steps': 0}, {'lr': -1.}, {'lr': math.inf}, {'lr': math.nan}, {'lr_schedule': 'step'}, {'lr_final': 1.5},
     {'weight_decay': -.1}, {'grad_clip': 0.}, {'micro_batch_size': 0}, {'clip_low': -.1}, {'clip_low': 0.}, {'clip_high': 0.}, {'clip_high': math.nan}, {'loss_type': 'mean'},
     {'importance_level': 'word'}, {'kl_estimator': 'k3'}, {'kl_divergence_threshold': 0.}, {'kl_tail_threshold': 0.}, {'kl_spike_factor': -1.}, {'kl_spike_factor': .5}, {'kl_spike_factor': 1.},
-    {'grad_clip': None}, {'identity_tolerance': None}, {'max_recoveries': -1}, {'gamma': 1.1}, {'gae_lambda': -.1}, {'value_loss_coef': -1.}, {'clip_low': 2.},
+    {'grad_clip': None}, {'identity_tolerance': None}, {'max_recoveries': -1}, {'gamma': 1.1}, {'gae_lambda': -.1}, {'value_loss_coef': -1.}, {'clip_low': 2.}, {'entropy_coef': math.nan},
     {'identity_tolerance': 0.}, {'betas': (.9, 1.)}])
 def test_bad_settings_name_themselves(options):
     with pytest.raises(ValueError, match=next(iter(options))):
