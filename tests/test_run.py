@@ -480,7 +480,7 @@ def test_a_checkpoint_half_written_is_no_checkpoint(whole, tmp_path):
 
 def test_an_interrupted_step_is_not_gone_on_with(ending, tmp_path, monkeypatch):
     folder = tmp_path/'run'
-    run = Run(replace(TINY, output_dir=str(folder)))
+    run = Run(replace(RESUMED, output_dir=str(folder)))
     generator = run.steps()
     for _ in range(3):
         next(generator)
@@ -513,7 +513,7 @@ def test_who_is_told_to_end_finishes_the_step_and_loses_nothing(ending, tmp_path
     for done, number in enumerate(SIGNALS, 3):    # each in the first step after the first two
         before = signal.getsignal(number)
         monkeypatch.setattr('rookworld_nb.trainer.take_step', lambda *rest: (take_step(*rest), os.kill(os.getpid(), number) if len(steps) == 2 else None))
-        config = resumed_config(output_dir=str(folder)) if steps else replace(TINY, output_dir=str(folder))
+        config = resumed_config(output_dir=str(folder)) if steps else replace(RESUMED, output_dir=str(folder))
         with pytest.raises(KeyboardInterrupt):
             for row in Run(config).steps(): steps.append(row)
         assert len(steps) == 2 and len(rows_of(folder)) == done == newest_checkpoint(folder)[1]['trainer']['step'], number
