@@ -42,10 +42,10 @@ from .boards import pick_rows
 from .config import BY_SIZE, NOT_REPEATED, SMALL, TrainConfig
 from .evaluate import ROUNDING, TASK_METRICS, student_t
 from .flags import as_text, words_of
-from rookworld_nb.monitor import (
+from .monitor import (
     BAND, BLUE, COLOURS, FAINT, INK, LIGHT_COLOURS, MUTED, ORANGE, STYLE, Curves, Light, Panel, Picture, column, dress,
-    gravest, lights, metric_for, numbers_of, palette_png, plot_curves, rewarded_tasks,
-    view_limits)
+    gravest, lights, metric_for, numbers_of, palette_png, plot_curves)
+from .monitor import rewarded_tasks, view_limits
 from .positions import spread
 from .records import TABLE_COLUMNS, metric_rows, plain, read_completions, write_atomic
 from .rewards import default_reward

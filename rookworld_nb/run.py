@@ -43,9 +43,8 @@ from .kl import SettingError, check_number
 from .model import GPT
 from .positions import locked
 from .ranks import ALONE, Ranks, agree
-from rookworld_nb.records import (
-    MetricWriter, RunWriter, completions_csv, read_completions, read_metrics, save_reward_curve, write_atomic,
-    write_json)
+from .records import MetricWriter, RunWriter, completions_csv, read_completions, read_metrics
+from .records import save_reward_curve, write_atomic, write_json
 from .rewards import default_reward, name_of
 from .setup import Setup, choose_batch, examine, glance, planned_work, refusal, run_folder
 from .trainer import restore_trainer, trainer_state

@@ -8,16 +8,16 @@ import torch
 
 from rookworld_nb.config import BY_SIZE, TrainConfig
 from rookworld_nb.model import GPT, GPTConfig
-from rookworld_nb.weights import load_pretrained, save_pretrained
+from rookworld_nb.weights import load_tokenizer, model_folder, save_pretrained
 
 
 def small_model() -> str:
     "A folder, for this process, with a random model of one layer that has nano's tokenizer: a run in a third of the time."
-    folder = Path(tempfile.mkdtemp())
+    folder, tokenizer = Path(tempfile.mkdtemp()), load_tokenizer(model_folder('nano'))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        return str(save_pretrained(GPT(GPTConfig(1, 2, 16, 777, 256)), load_pretrained('nano')[1], folder/'model'))
+        return str(save_pretrained(GPT(GPTConfig(1, 2, 16, tokenizer.get_vocab_size(), 256)), tokenizer, folder/'model'))
 
 
 SHORT = TrainConfig(kl_coef=.02, mix_env_ratio=.2, replays=2, steps=4, batch_positions=5, group_size=4, eval_policy=6, eval_env=3, eval_samples=2, save_every=2, warmup_steps=1,

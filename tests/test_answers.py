@@ -9,15 +9,15 @@ from tokenizers import Tokenizer
 from torch.testing import assert_close
 
 from rookworld_nb.answers import RightAnswers, answer_logprobs, encode_answers, right_answer
-from rookworld_nb.buffer import Collector, CollectorConfig, CountingTask
+from rookworld_nb.buffer import Collector, CollectorConfig
 from rookworld_nb.kl import KLConfig, SettingError
 from rookworld_nb.positions import DataError, PromptMix, Sample, by_task, outcome, shipped
 from rookworld_nb.sampling import PromptLengthError
 from rookworld_nb.tasks import parse_env
 from rookworld_nb.trainer import Learning, Trainer, TrainerConfig, accumulate_gradients, items_of, learn_answers, speed
 from rookworld_nb.weights import end_token_id, load_pretrained
+from toy import TASK
 
-TASK = CountingTask()
 #: Answers of one and two digits to prompts of one to three tokens: padding on both sides.
 UNEVEN = [Sample('P: 1', '2'), Sample('A: 3', '4 5'), Sample('A: 3 4 5', '6'), Sample('P: 1 2', '3 4')]
 #: The policy gives these chances of .05 to .4, and UNEVEN's last two hardly any.

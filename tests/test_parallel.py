@@ -2,6 +2,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,17 +24,16 @@ from rookworld_nb.checkpoint import read_checkpoint
 from rookworld_nb.config import RunError, TrainConfig
 from rookworld_nb.evaluate import evaluate
 from rookworld_nb.hardware import HardwareError
-from rookworld_nb.model import GPT, GPTConfig
 from rookworld_nb.positions import Sample, shipped, write_lines
 from rookworld_nb.ranks import ALONE, RankError, Ranks, agree, torch_device, torchrun
 from rookworld_nb.records import metric_rows
 from rookworld_nb.rewards import RewardConfig, RewardScorer
 from rookworld_nb.run import Run, resumed_config, starting_config
 from rookworld_nb.sampling import Rollouts
-from rookworld_nb.weights import load_pretrained, save_pretrained
+from rookworld_nb.weights import load_pretrained
 import parallel_worker
 from processes import children_of
-from short_runs import without_clocks
+from short_runs import TINY, without_clocks
 
 TESTS = Path(__file__).resolve().parent
 
@@ -207,9 +207,7 @@ def test_ranks_that_differ_are_refused():
 def small(tmp_path_factory):
     "A tiny model with nano's tokenizer, and a few prompts."
     folder = tmp_path_factory.mktemp('small')
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        save_pretrained(GPT(GPTConfig(1, 2, 16, 777, 256)), load_pretrained('nano')[1], folder/'model')
+    shutil.copytree(TINY.model, folder/'model')
     write_lines(shipped('train')[:8] + shipped('train')[-8:], folder/'data.txt')
     return folder
 
