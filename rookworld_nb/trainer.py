@@ -4,12 +4,12 @@
 
 # %% auto #0
 __all__ = ['SCHEDULES', 'ADAMW', 'LOSS_OPTIONS', 'KL_LIMITS', 'PIECE_TOKENS', 'logger', 'RECENT', 'TrainerConfig', 'check_config',
-           'lr_factor', 'build_optimizer', 'MicroBatch', 'items_of', 'usual_piece', 'micro_batches', 'FirstUpdateError',
-           'rounding_room', 'likely_cause', 'check_kl_inputs', 'check_first_update', 'exact_token_kl', 'Critic',
-           'judged_by', 'critic_loss', 'Learning', 'learn_answers', 'check_needs', 'broken_rows',
-           'accumulate_gradients', 'take_step', 'seen_by_all', 'add_gradients', 'Health', 'find_failure', 'follow_kl',
-           'count_skipped', 'Learner', 'still_computes', 'speed', 'update', 'recover', 'trainer_state',
-           'restore_trainer', 'Trainer']
+           'lr_factor', 'trained', 'build_optimizer', 'MicroBatch', 'items_of', 'usual_piece', 'micro_batches',
+           'FirstUpdateError', 'rounding_room', 'likely_cause', 'check_kl_inputs', 'check_first_update',
+           'exact_token_kl', 'Critic', 'judged_by', 'critic_loss', 'Learning', 'learn_answers', 'check_needs',
+           'broken_rows', 'accumulate_gradients', 'take_step', 'seen_by_all', 'add_gradients', 'Health', 'find_failure',
+           'follow_kl', 'count_skipped', 'Learner', 'learning_of', 'still_computes', 'speed', 'update', 'recover',
+           'trainer_state', 'restore_trainer', 'Trainer']
 
 # %% ../nbs/19_trainer.ipynb #2a1b3d85
 import copy
@@ -121,6 +121,13 @@ def lr_factor(
     return config.lr_final + (1 - config.lr_final)*left
 
 # %% ../nbs/19_trainer.ipynb #a620c003
+def trained(
+    *models: nn.Module | None,  # a policy, a critic
+) -> list[nn.Parameter]:
+    "All parameters that require a gradient."
+    return [p for model in models if model is not None for p in model.parameters() if p.requires_grad]
+
+
 def build_optimizer(
     model: nn.Module,       # the policy
     config: TrainerConfig,  # lr, betas, weight_decay, adamw
@@ -132,7 +139,7 @@ def build_optimizer(
     if coarse := types - {torch.float32, torch.float64}:
         raise SettingError(f'weights of type {coarse.pop()} are too coarse for small updates; load them with '
                            'dtype=torch.float32 (products in bfloat16 are a setting of the model, bf16)')
-    parameters = [p for part in (model, critic) if part is not None for p in part.parameters() if p.requires_grad]
+    parameters = trained(model, critic)
     groups = [{'params': [p for p in parameters if p.dim() >= 2], 'weight_decay': config.weight_decay},
               {'params': [p for p in parameters if p.dim() < 2], 'weight_decay': 0.}]
     return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, **ADAMW[config.adamw])
@@ -265,16 +272,22 @@ def likely_cause(
             'does not explain it')
 
 # %% ../nbs/19_trainer.ipynb #d4a66b2b
+logger = logging.getLogger(__name__)
+
+
 def check_kl_inputs(
     experience: Experience,  # the first
     config: TrainerConfig,   # weight and estimator of the KL term
 ) -> None:
-    "Raise MissingInputError where the KL term, perhaps after a warm-up, would lack what it compares with."
+    "Raise MissingInputError where the KL term lacks what it compares with; warn where a limit on the KL cannot act."
     needed = 'ref_hidden' if config.kl_estimator in EXACT_KL else 'ref_logprobs'
     there = all(getattr(part, needed) is not None for part in experience.parts)
     if config.kl.kl_coef and experience.kl_penalty is None and not there:
         how = '' if needed == 'ref_logprobs' else f' that keeps its states for kl_estimator={config.kl_estimator}'
         raise MissingInputError(f'kl_coef={config.kl.kl_coef}: the experiences need a reference{how} ({needed})')
+    measured = any(part.ref_logprobs is not None for part in experience.parts)
+    if not measured and items_of(experience, 'dapo') and any(getattr(config, name) for name in KL_LIMITS):
+        logger.warning('without a reference no KL is measured, and no limit on it (%s) acts', ', '.join(KL_LIMITS))
 
 
 def check_first_update(
@@ -467,9 +480,6 @@ def accumulate_gradients(
     return {'loss': loss.item()} | metrics | beside, broken_rows(whole)
 
 # %% ../nbs/19_trainer.ipynb #777d8ffc
-logger = logging.getLogger(__name__)
-
-
 def take_step(
     optimizer: torch.optim.Optimizer,  # its parameters hold gradients
     rate: float,                       # learning rate of this step
@@ -496,10 +506,9 @@ def add_gradients(
 ) -> None:
     "Replace gradients by their sums over the processes: each was already divided by the count of the whole batch."
     if learning.ranks.size > 1:
-        parts = [part for part in (learning.model, learning.critic) if part is not None]
-        trained = [p for part in parts for p in part.parameters() if p.requires_grad]
-        for p in trained: p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-        add_up(learning.ranks, [p.grad for p in trained])
+        parameters = trained(learning.model, learning.critic)
+        for p in parameters: p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+        add_up(learning.ranks, [p.grad for p in parameters])
 
 # %% ../nbs/19_trainer.ipynb #e4f3a0a0
 RECENT = 20    # steps that a skipped update or a recovery counts as recent
@@ -621,6 +630,20 @@ class Learner:
         self.proposed = True
 
 # %% ../nbs/19_trainer.ipynb #b4c5e4a6
+def learning_of(
+    trainer: 'Trainer',      # about to make a step
+    experience: Experience,  # one batch
+    step: int,               # the first is 1
+) -> Learning:
+    "What all pieces of the batch share."
+    config, tokens = trainer.config, items_of(experience, 'dapo')
+    kl_coef = trainer.kl.coefficient(step) if experience.kl_penalty is None else 0.    # the rewards have paid for it
+    return Learning(
+        trainer.model, config, kl_coef=kl_coef, items=items_of(experience, config.loss_type), tokens=tokens,
+        longest=experience.max_completion_length, ref_model=trainer.ref_model, critic=trainer.critic,
+        answers=trainer.answers(step) if config.answer_coef and tokens else None, ranks=trainer.ranks)
+
+
 def still_computes(
     model: GPT,          # just updated
     rollouts: Rollouts,  # of whose first prompt the last two tokens are read: few, for this comes with every update
@@ -652,31 +675,31 @@ def update(
     "Gradients, guards, AdamW, KL control; nothing moves where a number is not finite or the policy has diverged."
     start, config, step, health = time.perf_counter(), trainer.config, trainer.step + 1, trainer.health
     rate, kl_coef = config.lr*lr_factor(step, config)*health.lr_scale, trainer.kl.coefficient(step)
-    tokens = items_of(experience, 'dapo')
-    in_loss = kl_coef if experience.kl_penalty is None else 0.    # the rewards have paid for it
-    learning = Learning(
-        trainer.model, config, kl_coef=in_loss, items=items_of(experience, config.loss_type), tokens=tokens,
-        longest=experience.max_completion_length, ref_model=trainer.ref_model, critic=trainer.critic,
-        answers=trainer.answers(step) if config.answer_coef and tokens else None, ranks=trainer.ranks)
+    learning = learning_of(trainer, experience, step)
+
     trainer.optimizer.zero_grad(set_to_none=True)    # whatever the model was used for before
     if first := trainer.untouched: check_kl_inputs(experience, config)
     metrics, broken = accumulate_gradients(learning, experience, first)
-    if first and tokens and 'kl' not in metrics and any(getattr(config, name) for name in KL_LIMITS):
-        logger.warning('without a reference no KL is measured, and no limit on it (%s) acts', ', '.join(KL_LIMITS))
     trainer.step = step    # only now: where the check of the first update raises, it is still the first
     parameters = [p for group in trainer.optimizer.param_groups for p in group['params']]
     norm = float(nn.utils.clip_grad_norm_(parameters, config.grad_clip))
+
+    # may the step be made?
     finite = math.isfinite(metrics['loss'] + norm + metrics.get('kl', 0.))
     trainer.broken, trainer.failed = None if finite else experience.table.assign(broken=broken), None
-    count_skipped(health, step, finite, tokens)
-    if not tokens: metrics = {'loss': metrics['loss']}    # of no token there is no KL, no ratio and no entropy
+    count_skipped(health, step, finite, learning.tokens)
+    if not learning.tokens: metrics = {'loss': metrics['loss']}    # of no token there is no KL, no ratio, no entropy
     trainer.failure = find_failure(health, metrics, config)
-    if taken := finite and tokens and not trainer.failure:
+
+    # the step
+    if taken := finite and learning.tokens and not trainer.failure:
         if trainer.proposed and experience.fresh: trainer.remember()    # judged by what this very state has sampled
         take_step(trainer.optimizer, rate)
         if not still_computes(trainer.model, experience.parts[0].rollouts):
             trainer.failure = 'the policy computes NaN or infinity after the update'
     trainer.optimizer.zero_grad(set_to_none=True)
+
+    # the weight of the KL at the next one
     if taken and 'kl' in metrics:
         since = 0 if health.kl_mean is None else step - 1    # no step, or none since a recovery, has led to this KL
         if experience.fresh: trainer.kl.update(metrics['kl'], since)
