@@ -78,7 +78,8 @@ def write_checkpoint(
         save_pretrained(model, tokenizer, aside)
         if state is not None:
             with open(aside/'trainer.pt', 'wb') as file: torch.save(state, file)
-            torch.load(aside/'trainer.pt', weights_only=True, mmap=True)    # an unreadable one must replace nothing
+            # an unreadable one must replace nothing; it stays where it is, and never goes to a GPU
+            torch.load(aside/'trainer.pt', weights_only=True, mmap=True, map_location='cpu')
         if profiles is not None: (aside/PROFILES).write_text(json.dumps(profiles, indent=1), encoding='utf-8')
         files = sorted(path for path in aside.iterdir() if path.is_file())
         (aside/SUMS).write_text(''.join(f'{file_sum(path)}  {path.name}\n' for path in files), encoding='utf-8')

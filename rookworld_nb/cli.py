@@ -365,7 +365,8 @@ def evaluation_samples(
     samples, malformed = read_lines(data) if data else (shipped('stress' if 'stress' in suite else 'heldout'), [])
     warn_malformed(data, malformed)
     if not {sample.task for sample in samples} & tasks:
-        raise UsageError(f'--data {data}: holds no {" or ".join(sorted(tasks))}: line for --suite {",".join(suite)}; '
+        sought = ' or '.join(f'{task}:' for task in sorted(tasks))
+        raise UsageError(f'--data {data}: holds no {sought} line for --suite {",".join(suite)}; '
                          f'{len(samples)} good, {len(malformed)} malformed')
     wanted = [found for task, found in by_task(samples).items() if task in tasks]
     return [sample for found in wanted for sample in spread(found, limit or len(found))]
@@ -450,7 +451,7 @@ def suite_puzzles(
                'puzzles': lambda: read_puzzles(data, limit)}
     return {name: readers[name]()[:limit] for name in suite if name in readers}
 
-
+# %% ../nbs/35_cli.ipynb #fcf025f8
 def suite_openings(
     suite: tuple[str, ...],       # what to measure
     games: int,                   # of self-play, and of a match
@@ -458,10 +459,13 @@ def suite_openings(
     stockfish_path: str | None,   # the executable; None: looked for
 ) -> list[str]:                   # FENs, one a game
     "The openings, if games are asked for and can be played."
-    from rookworld_nb.positions import opening_positions
+    from rookworld_nb.positions import OPENINGS, opening_positions
     from rookworld_nb.suites import stockfish_opponent
     if not {'selfplay', 'stockfish'} & {*suite}: return []
-    openings = [position.fen for position in opening_positions()]
+    # first those that no other line passes through: from both a greedy player would play the same game
+    passed = {name for name, line in OPENINGS.items() if sum(other.startswith(line) for other in OPENINGS.values()) > 1}
+    positions = sorted(opening_positions(), key=lambda opening: opening.name not in {*OPENINGS} - passed)
+    openings = [position.fen for position in positions]
     if games % 2 or not 2 <= games <= len(openings):
         most = len(openings)//2*2
         raise UsageError(f'--games {games}: must be even, 2 to {most}; there are {len(openings)} openings')

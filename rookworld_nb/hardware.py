@@ -411,7 +411,7 @@ def profile_of(
 #: What is tried: 2 to 128 positions with 4 completions each.
 SIZES = tuple((2**power, 4) for power in range(1, 8))
 OUT_OF_MEMORY = re.compile("out of memory|not enough memory|bad_alloc|bad allocation|Cannot allocate memory"
-                           "|can't start new thread")
+                           "|_STATUS_ALLOC_FAILED|can't start new thread")
 
 
 def is_out_of_memory(

@@ -208,13 +208,13 @@ def completion_loss(
     model: GPT,          # the model
     ids: Tensor,         # (B, T) rows padded on the right
     n_prompt: int,       # prompt tokens of every row
-    bf16: bool = False,  # multiply matrices in bfloat16
+    bf16: bool = False,  # multiply in bfloat16, the logits excepted
 ) -> tuple[Tensor, Tensor]:  # (B, Tc) nats per completion token; (B, Tc) bool, first choice right
     "Cross entropy of the completion tokens alone: the prompt is given."
     with torch.autocast(ids.device.type, torch.bfloat16, enabled=bf16):
-        logits = model.logits(model.hidden(ids[:, :-1])[:, n_prompt-1:])
-    target = ids[:, n_prompt:]
-    loss = F.cross_entropy(logits.float().flatten(0, 1), target.flatten(), reduction='none').view(target.shape)
+        hidden = model.hidden(ids[:, :-1])[:, n_prompt-1:]
+    logits, target = model.logits(hidden), ids[:, n_prompt:]    # in float32: a loss does not bear rounding
+    loss = F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction='none').view(target.shape)
     return loss, logits.detach().argmax(-1) == target
 
 

@@ -745,7 +745,8 @@ def changes_section(
     note = (f'Held-out prompts, each compared with itself. Marked where |z| is at least {SIGNIFICANT:g} (of few '
             'prompts more, by the t distribution). If nothing had changed, about '
             f'{able/20:.1f} of the {able} rows with a z would be marked all the same, in clumps: '
-            'metrics of the same answers move together. Judge by the reward at the training temperature.')
+            'metrics of the same answers move together. Where few prompts changed, as in recalls, z flatters. '
+            'Judge by the reward at the training temperature.')
     more = element('summary', f'{len(rest)} more metrics, the surest change first')
     return section(
         'Before and after',

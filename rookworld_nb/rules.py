@@ -17,6 +17,7 @@ import os
 import queue
 import re
 import shutil
+import signal
 import sqlite3
 import subprocess
 import threading
@@ -149,6 +150,9 @@ class _EngineFailureError(Exception):
 
 _START_SECONDS = 20.
 
+def _end(process: subprocess.Popen) -> None:    # and its children: of a script, the engine is one, and holds the pipe
+    with suppress(ProcessLookupError, PermissionError): os.killpg(process.pid, signal.SIGKILL)
+
 class EngineNotFoundError(ValueError):
     "No Stockfish where one is needed."
 
@@ -193,7 +197,7 @@ class _EngineProcess:
 
     def _watch(self) -> None:  # one thread for all answers: to start one for each costs more than a short search
         while self._popen.poll() is None:
-            if (left := self._due - time.monotonic()) <= 0: self._popen.kill()
+            if (left := self._due - time.monotonic()) <= 0: _end(self._popen)
             time.sleep(min(max(left, .002), .05))
 
     def ask(self, commands: Sequence[str], last_word: str, seconds: float | None = None) -> Iterator[str]:
@@ -208,7 +212,7 @@ class _EngineProcess:
         finally: self._due = math.inf
 
     def kill(self) -> None:
-        self._popen.kill()
+        _end(self._popen)
         self._popen.wait()
         for pipe in (self._popen.stdin, self._popen.stdout):
             with suppress(OSError): pipe.close()   # commands that a dead engine never read

@@ -8,7 +8,7 @@ __all__ = ['logger', 'ENDINGS', 'SHOWN', 'WRITER', 'origin_of', 'run_state', 'me
            'interrupted_afterwards', 'terminated_as_interrupted', 'make_folder', 'alone_in', 'check_settled',
            'check_current', 'alone_and_current', 'writer_of', 'starting_config', 'Run', 'save_failed', 'next_row',
            'write_events', 'is_event', 'read_events', 'levers', 'move_lever', 'steer', 'cost_of', 'run_summary',
-           'finish', 'first_update_line', 'memory_in_words', 'examined', 'cut_off_line', 'cache_words', 'follow',
+           'finish', 'first_update_line', 'room_in_words', 'examined', 'cut_off_line', 'cache_words', 'follow',
            'closing_table', 'made_writer', 'train']
 
 # %% ../nbs/31_run.ipynb #c51d5da5
@@ -32,7 +32,7 @@ from tqdm import tqdm
 from . import __version__
 from .buffer import buffer_state, collector_state, restore_buffer, restore_collector
 from .checkpoint import (
-    PROFILES, checkpoint_step, checkpoint_sums, checkpoints_of, cut_logs, fingerprint, model_bytes,
+    PROFILES, CheckpointError, checkpoint_step, checkpoint_sums, checkpoints_of, cut_logs, fingerprint, model_bytes,
     newest_checkpoint, put_back, remove_folder, sweep, write_checkpoint)
 from .config import FREE, MOVABLE, OPEN, RunError, TrainConfig, repeated_settings, typed
 from .evaluate import chance_line, compare, recall_table, select_rows
@@ -558,14 +558,15 @@ def first_update_line(
 
 
 @contextmanager
-def memory_in_words(
+def room_in_words(
     run: 'Run',  # that is to be done
 ) -> Iterator[None]:
-    "If memory runs out, say which settings take less of it."
+    "If memory or the disk runs out, say what is left, and which settings take less memory."
     try: yield
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error): raise
+    except (RuntimeError, MemoryError, CheckpointError) as error:
         resume = f'; --resume goes on after step {run.saved}' if run.saved else ''
+        if isinstance(error, CheckpointError): raise CheckpointError(f'{error}{resume}') from error
+        if not is_out_of_memory(error): raise
         why = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise RunError(f'memory ran out ({why[:160]}): a smaller '
                        '--micro-batch-size takes less, so do --gradient-checkpointing and a smaller --batch-positions; '
@@ -671,7 +672,7 @@ def train(
     for make in writers:
         if why := refusal(make, ('folder', 'settings')): raise RunError(f'writers: {name_of(make)}: {why}; {WRITER}')
     run, say = Run(config, ranks, reward_fn), tqdm.write if ranks.first else lambda line: None
-    with closing(run), memory_in_words(run), ExitStack() as stack:
+    with closing(run), room_in_words(run), ExitStack() as stack:
         say(f'{planned_work(run)}\nHardware: {run.hardware}\nRun folder: {run.folder}')
         stack.enter_context(alone_and_current(run))    # an unwritable folder is refused before the evaluation
         others = [stack.enter_context(closing(made_writer(make, run))) for make in writers if ranks.first]

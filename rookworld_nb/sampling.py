@@ -201,7 +201,8 @@ def room_after(
     room = n_positions-int(lengths.max())
     if room < 1:
         at, longest = int(lengths.argmax()), int(lengths.max())
-        raise PromptLengthError(f'prompt {prompts[at][:60]!r} has {longest} tokens; the model has '
+        shown = prompts[at] if len(prompts[at]) <= 120 else f'{prompts[at][:120]} ...'
+        raise PromptLengthError(f'prompt {shown!r} has {longest} tokens; the model has '
                                 f'n_positions={n_positions}, so {n_positions-1} at most leave room for an answer')
     return room
 

@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['logger', 'OFTEN', 'SIGHT', 'warn_of_labels', 'apart_from_evaluation', 'warn_of_few', 'training_samples',
            'heldout_samples', 'run_folder', 'both_devices', 'warn_weightless', 'paid_by', 'refusal', 'try_reward',
-           'shortened', 'open_engine', 'announced', 'answers_of', 'collector_of', 'Setup', 'updates_per_batch',
-           'prompts_to_draw', 'planned_work', 'trial_run', 'memory_components', 'profile_batches', 'choose_batch',
-           'examine', 'glance']
+           'shortened', 'open_engine', 'announced', 'prompts_of', 'answers_of', 'collector_of', 'Setup',
+           'updates_per_batch', 'prompts_to_draw', 'planned_work', 'trial_run', 'memory_components', 'profile_batches',
+           'choose_batch', 'examine', 'glance']
 
 # %% ../nbs/30_setup.ipynb #a453277b
 import copy
@@ -42,6 +42,7 @@ from .positions import (
 from .ranks import ALONE, Ranks, torch_device
 from .rewards import PatientEngine, RewardScorer, default_reward, engine_questions, name_of
 from .rules import LABEL_NODES, Stockfish, check_cache
+from .sampling import encode_prompts, room_after
 from .tasks import parse_env, parse_policy
 from .trainer import Trainer
 from .weights import load_pretrained
@@ -90,7 +91,7 @@ def warn_of_few(
     rare = sum(map(is_rare, asked))
     often = ratio*(len(asked) - rare)/(rare*(1 - ratio)) if rare and ratio < 1 else 0.
     if asked and not rare:
-        logger.warning('--rare-env-ratio %g: none of the %d A: prompts has a rare outcome, so none is dealt',
+        logger.warning('--rare-env-ratio %g: none of the %d A: prompts has a rare outcome, so no rare one is dealt',
                        ratio, len(asked))
     elif often > OFTEN:
         logger.warning('--rare-env-ratio %g: %d of the %d A: prompts have a rare outcome, and each is dealt %.0f times '
@@ -256,6 +257,20 @@ def announced(
         yield samples
 
 # %% ../nbs/30_setup.ipynb #61c0d132
+def prompts_of(
+    run: 'Setup',  # whose configuration, samples and tokenizer are there
+) -> PromptMix:
+    "What is asked in training; PromptLengthError for a prompt, here or held out, that leaves no room for an answer."
+    config, room = run.config, run.model.cfg.n_positions
+    asked = sorted((sample.prompt for sample in (*run.samples, *run.heldout)), key=len)
+    for prompts in (asked[-64:], asked):
+        _, mask = encode_prompts(run.tokenizer, prompts, 0)
+        room_after(prompts, mask, room)
+        if 2*mask.shape[1] <= room: break    # the longest texts take half of it at most: the others are not counted
+    return PromptMix(run.samples, config.batch_positions, config.mix_env_ratio, config.seed, config.rare_env_ratio,
+                     config.easy_first)
+
+
 def answers_of(
     run: 'Setup',  # whose configuration, samples and tokenizer are there
 ) -> RightAnswers | None:
@@ -307,8 +322,7 @@ class Setup:
     ) -> None:
         "Put the parts around models and samples."
         self.config, self.scorer = config, RewardScorer(config.rewards, self.engine, self.ranks.spread, self.reward_fn)
-        self.prompts = PromptMix(self.samples, config.batch_positions, config.mix_env_ratio, config.seed,
-                                 config.rare_env_ratio, config.easy_first)
+        self.prompts = prompts_of(self)
         self.trainer = Trainer(self.model, config.trainer, self.reference, self.ranks, answers_of(self))
         self.collector = collector_of(self)
         self.buffer = RolloutBuffer(self.collector, config.buffer)
@@ -390,9 +404,10 @@ def memory_components(
     parts, room = [part.rollouts for part in other.buffer.newest.parts], run.model.cfg.n_positions
     caches = [kv_cache_bytes(run.model.cfg, len(r.texts), min(run.config.max_new_tokens, room - r.prompt_ids.shape[1]),
                              *r.prompt_ids.shape, element=2 if run.config.bf16 else 4) for r in parts]
+    cache = sum(caches) if run.model.decoder else max(caches)    # recorded steps keep theirs, one for each task
     return {name: size/1e9 for name, size in {
         'weights': weights, 'reference': tensor_bytes(run.reference.parameters()), 'gradients': weights, 'adam': adam,
-        'last_good_state': weights + adam, 'kv_cache': max(caches), 'activations': meter.peak}.items()}
+        'last_good_state': weights + adam, 'kv_cache': cache, 'activations': meter.peak}.items()}
 
 # %% ../nbs/30_setup.ipynb #181e63d2
 def profile_batches(

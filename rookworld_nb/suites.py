@@ -7,8 +7,8 @@ __all__ = ['COUNTERS', 'LICHESS_COLUMNS', 'Player', 'Steps', 'World', 'Simulator
            'Puzzle', 'mating_moves', 'lichess_puzzle', 'epd_grades', 'epd_puzzle', 'bigbench_puzzle', 'suite_format',
            'suite_lines', 'parse_puzzles', 'read_puzzles', 'model_player', 'solve', 'pass_at_k', 'solve_chance',
            'suite_scores', 'mate_candidates', 'mate_puzzles', 'stands_out', 'tactic_puzzles', 'to_epd',
-           'shipped_puzzles', 'rules_world', 'model_simulator', 'model_world', 'check_games', 'self_play',
-           'self_play_scores', 'legal_choice', 'uci_board', 'uci_session', 'game_end', 'play_match', 'elo_difference',
+           'shipped_puzzles', 'rules_world', 'model_simulator', 'model_world', 'game_end', 'check_games', 'self_play',
+           'self_play_scores', 'legal_choice', 'uci_score', 'uci_board', 'uci_session', 'play_match', 'elo_difference',
            'MatchElo', 'match_elo', 'match_scores', 'level_options', 'stockfish_opponent']
 
 # %% ../nbs/23_suites.ipynb #4d234f26
@@ -426,14 +426,13 @@ def model_simulator(
     if not 1 <= history_plies <= HISTORY_PLIES:
         raise SuiteError(f'history_plies={history_plies}; a prompt shows 1 to {HISTORY_PLIES}')
     generator = torch.Generator().manual_seed(seed)
-
     def ask(steps: Steps) -> list[EnvAnswer]:
         prompts = [env_prompt(fen, plies[-1], plies[-history_plies:]) for fen, plies in steps]
         texts = completions(model, tokenizer, prompts, 1, ANSWER_TOKENS, temperature, generator, batch_size)
         return list(map(read_env, texts))
     return ask
 
-# %% ../nbs/23_suites.ipynb #50a2a40e
+
 def model_world(
     simulator: Simulator,  # for example a `model_simulator`
 ) -> World:                # None where an answer holds no readable position
@@ -442,6 +441,15 @@ def model_world(
         fens = [answer.new_fen for answer in simulator(steps)]
         return [fen if fen and is_fen(fen, strict=True) else None for fen in fens]
     return step
+
+# %% ../nbs/23_suites.ipynb #50a2a40e
+def game_end(
+    board: chess.Board,  # with the moves that led to it
+) -> str:                # 'checkmate', 'stalemate', 'threefold_repetition', ...; empty while the game goes on
+    """How a game has ended; a position there for the third time and fifty moves end it without a claim."""
+    if outcome := board.outcome():
+        return outcome.termination.name.lower()
+    return 'threefold_repetition' if board.is_repetition(3) else 'fifty_moves' if board.is_fifty_moves() else ''
 
 
 @dataclass
@@ -454,7 +462,7 @@ class _SelfGame:
     end: str = ''
 
     def __post_init__(self) -> None:
-        if self.board.is_game_over(): self.end = 'over'
+        if game_end(self.board): self.end = 'over'
 
     def move(self, uci: str | None) -> None:
         if uci not in legal_moves(self.board.fen()):
@@ -467,7 +475,7 @@ class _SelfGame:
         if fen != self.board.fen() and self.exact is None:
             self.exact = len(self.plies) - 1
         self.shown = fen
-        self.end = ('over' if self.board.is_game_over() else 'limit' if len(self.plies) >= max_plies else
+        self.end = ('over' if game_end(self.board) else 'limit' if len(self.plies) >= max_plies else
                     'unreadable' if fen is None else '')
 
 # %% ../nbs/23_suites.ipynb #6af88b25
@@ -525,6 +533,14 @@ def legal_choice(
     return (listed, 'listed') if listed else (rng.choice(sorted(legal)), 'random')
 
 
+def uci_score(
+    pawns: float,  # as a P: line has it; mate in n is (100000 - n)/100
+) -> str:          # 'cp 31', 'mate 3', 'mate -21'
+    """An evaluation as UCI writes it."""
+    moves = max(1, round(100*(1000 - abs(pawns))))
+    return f'cp {round(100*pawns)}' if abs(pawns) <= 900 else f'mate {math.copysign(moves, pawns):.0f}'
+
+
 def uci_board(
     words: Sequence[str],  # after `position`: startpos, or fen and a FEN; then perhaps moves and some moves
 ) -> chess.Board:          # where the other program stands
@@ -567,7 +583,7 @@ def uci_session(
                 if 'searchmoves' in words: legal = legal & {*words} or legal
                 if legal: move = legal_choice(answer, legal, rng)[0]
                 if move in (rated := dict(reversed([*zip(answer.moves, answer.evals)]))):  # the first of a repeated one
-                    yield f'info depth 1 score cp {round(100*rated[move])} pv {move}'
+                    yield f'info depth 1 score {uci_score(rated[move])} pv {move}'
             held = [f'bestmove {move}']
             if not {'infinite', 'ponder'} & {*words}: yield held.pop()
         elif command in ('stop', 'ponderhit') and held:
@@ -576,15 +592,6 @@ def uci_session(
             return
 
 # %% ../nbs/23_suites.ipynb #94c4b58d
-def game_end(
-    board: chess.Board,  # with the moves that led to it
-) -> str:                # 'checkmate', 'stalemate', 'threefold_repetition', ...; empty while the game goes on
-    """How a game has ended; a position there for the third time and fifty moves end it without a claim."""
-    if outcome := board.outcome():
-        return outcome.termination.name.lower()
-    return 'threefold_repetition' if board.is_repetition(3) else 'fifty_moves' if board.is_fifty_moves() else ''
-
-
 @dataclass
 class _MatchGame:
     "A game of a match, with a tally of where the player's moves came from."

@@ -67,6 +67,9 @@ def end_token_id(
     tokenizer: Tokenizer,  # any tokenizer of this package
 ) -> int:                  # 50256 for GPT-2's
     'The id of `END_TOKEN`: document start, stop token and padding.'
+    if not isinstance(tokenizer, Tokenizer):
+        raise ModelFileError(f'{type(tokenizer).__name__} is no tokenizers.Tokenizer; one of transformers has it as '
+                             '.backend_tokenizer')
     end = tokenizer.token_to_id(END_TOKEN)
     if end is None: raise ModelFileError(f'the tokenizer has no token {END_TOKEN!r}')
     return end
@@ -132,7 +135,9 @@ def shards_of(
 ) -> dict[str, str]:   # name of a tensor -> the file it is in
     'Read the index of a model in shards.'
     index = Path(folder)/INDEX
-    if not index.exists(): raise ModelFileError(f'{folder}: has neither model.safetensors nor {INDEX}')
+    if not index.exists():
+        raise ModelFileError(f'{folder}: has neither model.safetensors nor {INDEX} (transformers saves a pytorch_model.bin '
+                             'again as the first)')
     weight_map = read_json(index).get('weight_map')
     if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
         raise ModelFileError(f'{index}: weight_map must name a file for each tensor')
@@ -211,7 +216,7 @@ def fill_model(
 # %% ../nbs/01_weights.ipynb #e183bc24
 def config_dict(
     cfg: GPTConfig,      # shape of the model
-    dtype: torch.dtype,  # of the stored tensors
+    dtype: torch.dtype,  # to compute in, as transformers does; the tensors may be stored in a smaller one
     end_id: int,         # start, stop and padding token
 ) -> dict:               # what transformers calls a GPT2Config
     'The config.json of a model.'
@@ -251,8 +256,8 @@ def save_pretrained(
     partial = folder/name if folder.exists() else folder.with_name(name)
     tensors = {f'transformer.{name}': (p.T if name.endswith(TRANSPOSED) else p).detach().to('cpu', dtype).contiguous()
                for name, p in model.named_parameters()}
-    end_id, stored = end_token_id(tokenizer), tensors['transformer.wte.weight'].dtype
-    check_finite(tensors, stored)
+    end_id = end_token_id(tokenizer)
+    check_finite(tensors, tensors['transformer.wte.weight'].dtype)
     special = dict.fromkeys(('bos_token', 'eos_token', 'pad_token', 'unk_token'), END_TOKEN)
     plain = Tokenizer.from_str(tokenizer.to_str())  # a copy, since the caller's may go on cutting and padding
     plain.no_truncation()
@@ -262,7 +267,7 @@ def save_pretrained(
         partial.mkdir(parents=True)
         save_file(tensors, partial/'model.safetensors', metadata={'format': 'pt'})
         plain.save(str(partial/'tokenizer.json'))
-        for name, value in (('config', config_dict(model.cfg, stored, end_id)),
+        for name, value in (('config', config_dict(model.cfg, model.wte.weight.dtype, end_id)),
                             ('tokenizer_config', {'tokenizer_class': 'PreTrainedTokenizerFast', **special})):
             (partial/f'{name}.json').write_text(json.dumps(value, indent=2)+'\n', encoding='utf-8')
         mode = (partial/'config.json').stat().st_mode & 0o666    # safetensors makes its file for the owner alone

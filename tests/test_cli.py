@@ -30,7 +30,7 @@ from rookworld_nb.flags import REQUIRED, UsageError, as_text, flags_of
 from rookworld_nb.grpo import MissingInputError
 from rookworld_nb.kl import BatchShapeError
 from rookworld_nb.model import GPT, GPTConfig, SequenceError
-from rookworld_nb.positions import by_task, data_files, locked, read_lines, shipped
+from rookworld_nb.positions import OPENINGS, by_task, data_files, locked, opening_positions, read_lines, shipped
 from rookworld_nb.pretrain import board_tokenizer, read_excluded
 from rookworld_nb.ranks import ALONE
 from rookworld_nb.rewards import RewardScorer
@@ -878,6 +878,13 @@ def test_eval_solves_puzzles(call, cwd):
     assert code == 0 and 'malformed' not in said  # it is no file of P: and A: lines
     assert suite_values(lines)['puzzles', 0., 'solved']['n'] == 1
     assert 'solved' in '\n'.join(call(*words[:-1])[1])
+
+
+def test_games_begin_where_no_other_game_passes():
+    openings = [name for name, line in OPENINGS.items() if not any(other.startswith(f'{line} '.lstrip()) for other in OPENINGS.values() if other != line)]
+    named = {position.fen: position.name for position in opening_positions()}
+    starts = [named[fen] for fen in cli.suite_openings(('selfplay',), 106, (), None)]
+    assert starts[:len(openings)] == openings and len(openings) > 20 and len({*starts}) == 106
 
 
 def test_eval_says_what_is_known_before_it_is_interrupted(call, cwd, monkeypatch):

@@ -107,11 +107,15 @@ def test_a_grpo_update_in_bf16_is_that_of_float32_but_for_rounding():
     r = sample(model, tokenizer, [one.prompt for one in shipped('train')[:4]], 4, 40, .9, torch.Generator().manual_seed(0))
     with torch.no_grad():    # a policy that has moved from the one that sampled, so that ratios and the clip count
         for p in model.parameters(): p += .05*p.std()*torch.randn(p.shape, generator=torch.Generator().manual_seed(1)) if p.dim() > 1 else 0
-    advantages, found = torch.linspace(-1, 1, 16)[torch.randperm(16, generator=torch.Generator().manual_seed(2))], []
+    advantages, found, mask = torch.linspace(-1, 1, 16)[torch.randperm(16, generator=torch.Generator().manual_seed(2))], [], None
     for bf16 in (False, True):
         prepare_model(model, HardwareConfig(bf16=bf16)).zero_grad()
         logprobs, _ = completion_logprobs(model, r.prompt_ids, r.prompt_mask, r.completion_ids, r.completion_mask, 4, .9)
-        loss, metrics = grpo_loss(logprobs, r.logprobs, r.logprobs, advantages, r.completion_mask, kl_coef=.2)
+        if mask is None:    # without the tokens beside an edge of the clip: rounding decides whether they count at all
+            ratio = (logprobs.detach() - r.logprobs).exp()
+            mask = r.completion_mask & ((ratio - .8).abs() > .1) & ((ratio - 1.2).abs() > .1)
+            assert ((ratio < .7) | (ratio > 1.3))[mask].sum() > 10
+        loss, metrics = grpo_loss(logprobs, r.logprobs, r.logprobs, advantages, mask, kl_coef=.2)
         loss.backward()
         found.append((loss.item(), metrics['kl'], torch.cat([p.grad.flatten() for p in model.parameters()])))
     (loss, kl, gradient), (rounded_loss, rounded_kl, rounded) = found
@@ -310,7 +314,8 @@ print('survived')
 @pytest.mark.parametrize(('error', 'memory'), [
     (torch.OutOfMemoryError('CUDA out of memory. Tried to allocate'), True), (MemoryError(), True), (RuntimeError('std::bad_alloc'), True),
     (RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 35184372088832 bytes."), True), (RuntimeError('size mismatch'), False),
-    (RuntimeError("can't start new thread"), True), (OSError(12, 'Cannot allocate memory'), True), (FileNotFoundError('no file'), False)])
+    (RuntimeError("can't start new thread"), True), (RuntimeError('CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate'), True),
+    (OSError(12, 'Cannot allocate memory'), True), (FileNotFoundError('no file'), False)])
 def test_which_errors_mean_that_memory_ran_out(error, memory):
     assert is_out_of_memory(error) == memory
 

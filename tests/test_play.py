@@ -77,6 +77,12 @@ def test_a_move_that_is_listed_twice_has_its_first_evaluation():
     assert said(lambda fens: [answer], 'go') == ['info depth 1 score cp 30 pv e2e4', 'bestmove e2e4']
 
 
+@pytest.mark.parametrize(('pawns', 'words'), [(.31, 'cp 31'), (-12.5, 'cp -1250'), (999.97, 'mate 3'), (-999.79, 'mate -21'), (5e8, 'mate 1'), (0., 'cp 0')])
+def test_a_mate_is_said_as_a_mate(pawns, words):
+    answer = PolicyAnswer(moves=('e2e4',), evals=(pawns,), best='e2e4')
+    assert said(lambda fens: [answer], 'go')[0] == f'info depth 1 score {words} pv e2e4'
+
+
 @pytest.mark.parametrize('plies', [0, -1, 11])
 def test_a_prompt_shows_one_to_ten_plies(nano, plies):
     pytest.importorskip('ipywidgets', reason='ipywidgets is not installed')

@@ -67,6 +67,14 @@ def test_bfloat16_learns_from_nearly_the_same_loss():
     assert 0 < (exact - rough).abs().max() < .05 and rough.dtype == torch.float32
 
 
+def test_bfloat16_leaves_the_logits_in_float32(monkeypatch):
+    model, ids = GPT(GPTConfig(1, 2, 16, 20, 12)), torch.arange(24).view(2, 12) % 20
+    states = model.hidden(ids[:, :-1]).detach()
+    monkeypatch.setattr(model, 'hidden', lambda ids: states)
+    exact, rough = (completion_loss(model, ids, 3, bf16)[0] for bf16 in (False, True))
+    assert torch.equal(exact, rough)
+
+
 def test_only_the_verdicts_of_a_row_are_learned():
     rows = pack('V', [verdict_row(fen) for fen in FENS[:9]], TOKENIZER)
     ids = rows.pad(np.arange(9))

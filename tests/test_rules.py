@@ -444,6 +444,17 @@ def test_two_failures_are_an_error_that_names_the_position(fake, mode, monkeypat
     assert not [c for c in children() if str(path) in c]
 
 
+def test_an_engine_behind_a_script_is_ended_in_time_too(fake, tmp_path):
+    engine, script = fake('hangs')[0], tmp_path / 'script'
+    script.write_text(f'#!/bin/sh\n{engine}\nexit 0\n')    # the shell waits for the engine, which holds the pipe
+    script.chmod(0o755)
+    started = time.monotonic()
+    with Stockfish(script, timeout=.6, nodes=10**7) as asked, pytest.raises(EngineError):
+        asked.analyse(START)
+    assert time.monotonic() - started < 50  # it sleeps for a minute
+    assert not [c for c in children() if str(engine) in c]
+
+
 def test_an_engine_that_cannot_start(tmp_path):
     path = tmp_path / 'engine'
     path.write_text('not a program')

@@ -544,6 +544,15 @@ def test_ctrl_c_waits_for_the_final_checkpoint(tmp_path, monkeypatch):
     assert newest_checkpoint(tmp_path/'run')[1]['trainer']['step'] == 1 and (tmp_path/'run'/'reward.png').exists()
 
 
+def test_a_full_disk_says_what_is_saved(tmp_path, monkeypatch):
+    def full(folder, *rest):
+        if folder.name != 'checkpoint-2': raise CheckpointError(f'{folder}: cannot be written: no space')
+        write_checkpoint(folder, *rest)
+    monkeypatch.setattr('rookworld_nb.run.write_checkpoint', full)
+    with pytest.raises(CheckpointError, match='cannot be written: no space; --resume goes on after step 2$'): train(replace(TINY, output_dir=str(tmp_path/'run')))
+    with pytest.raises(CheckpointError, match='cannot be written: no space$'): train(replace(TINY, steps=1, output_dir=str(tmp_path/'other')))
+
+
 def test_a_look_that_fails_costs_no_step(tmp_path, monkeypatch):
     config = replace(TINY, output_dir=str(tmp_path/'run'), eval_policy=2, eval_every=1, save_every=1)
     run = Run(config)

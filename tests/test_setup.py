@@ -8,11 +8,13 @@ import pytest
 
 from rookworld_nb.config import BY_SIZE, RunError, TrainConfig
 from rookworld_nb.graphs import GraphDecoder
+from rookworld_nb.model import GPT, GPTConfig
 from rookworld_nb.positions import DataError, by_task, is_rare, shipped, write_lines
 from rookworld_nb.records import read_metrics
 from rookworld_nb.rewards import EngineSilentError
 from rookworld_nb.rules import LABEL_NODES, Stockfish, fen_key, find_stockfish
 from rookworld_nb.run import Run
+from rookworld_nb.sampling import PromptLengthError
 from rookworld_nb.setup import Setup, examine, heldout_samples, planned_work, run_folder, training_samples, trial_run
 from rookworld_nb.tasks import parse_env
 from rookworld_nb.weights import ModelNameError, load_pretrained, save_pretrained
@@ -123,6 +125,20 @@ def test_bad_inputs_are_refused_before_anything_is_written(tmp_path, changes, me
     with pytest.raises(ValueError, match=message):
         Run(replace(SHORT, output_dir=str(tmp_path/'run'), **changes))
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize('n_positions', [84, 85])    # nano's tokenizer makes 84 tokens of an A: prompt, 77 of a P: prompt
+@pytest.mark.parametrize('held_out', [False, True])
+def test_a_prompt_that_leaves_no_room_is_refused_before_anything_is_written(tmp_path, n_positions, held_out):
+    tokenizer = load_pretrained('nano')[1]
+    model = save_pretrained(GPT(GPTConfig(1, 2, 16, tokenizer.get_vocab_size(), n_positions)), tokenizer, tmp_path/'model')
+    config = replace(TINY, model=str(model), output_dir=str(tmp_path/'run'), mix_env_ratio=0. if held_out else .4, eval_env=2*held_out, eval_policy=2, answer_coef=0.,
+                     answer_positions=TrainConfig.answer_positions)
+    if held_out: write_lines(by_task(shipped('train'))['P'][:20], tmp_path/'positions.txt')
+    config = replace(config, data=str(tmp_path/'positions.txt') if held_out else None)
+    if n_positions == 85: return Run(config).close()
+    with pytest.raises(PromptLengthError, match="prompt 'A: .*' has 84 tokens; the model has n_positions=84, so 83 at most"): Run(config)
+    assert not (tmp_path/'run').exists()
 
 
 @pytest.mark.stockfish

@@ -411,6 +411,8 @@ def test_legal_games_end_by_rule_or_limit():
             board.push(chess.Move.from_uci(uci) if uci in legal_moves(board.fen()) else None)
         assert legal == len(moves.split()) and end == ('over' if board.is_game_over() else 'limit') and (legal == 30) >= (end == 'limit')
     mate = self_play(scripted('f2f3', 'e7e5', 'g2g4', 'd8h4'), rules_world, [START]).iloc[0]
+    shuffled = self_play(scripted(*['g1f3', 'g8f6', 'f3g1', 'f6g8']*3), rules_world, [START]).iloc[0]
+    assert (shuffled['legal'], shuffled['end']) == (8, 'over')    # the initial position for the third time
     assert (mate['legal'], mate['exact'], mate['end']) == (4, 4, 'over')
 
 

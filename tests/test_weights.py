@@ -168,6 +168,13 @@ def test_half_precision_on_disk_is_full_precision_in_memory(ours, tmp_path):
     loaded, _ = load_pretrained(folder)
     for p, q in zip(ours[1].parameters(), loaded.parameters()):
         assert q.dtype == torch.float32 and torch.equal(p.half().float(), q)
+    assert AutoModelForCausalLM.from_pretrained(folder).dtype == torch.float32    # transformers computes in the config's type
+
+
+def test_a_tokenizer_of_transformers_is_refused_in_one_line(ours):
+    tokenizer = AutoTokenizer.from_pretrained(ours[0])
+    with pytest.raises(ModelFileError, match='no tokenizers.Tokenizer.*backend_tokenizer'): end_token_id(tokenizer)
+    assert end_token_id(tokenizer.backend_tokenizer) == 0
 
 
 def test_a_loaded_model_does_not_depend_on_its_file(ours):
