@@ -136,8 +136,8 @@ def shards_of(
     'Read the index of a model in shards.'
     index = Path(folder)/INDEX
     if not index.exists():
-        raise ModelFileError(f'{folder}: has neither model.safetensors nor {INDEX} (transformers saves a pytorch_model.bin '
-                             'again as the first)')
+        raise ModelFileError(f'{folder}: has neither model.safetensors nor {INDEX} (of a pytorch_model.bin '
+                             'transformers makes the first, by saving it again)')
     weight_map = read_json(index).get('weight_map')
     if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
         raise ModelFileError(f'{index}: weight_map must name a file for each tensor')
