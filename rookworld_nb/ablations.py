@@ -11,6 +11,7 @@ __all__ = ['SHARED', 'STUDIES', 'DEFAULT', 'UNTRAINED', 'REFERENCES', 'KEPT', 's
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, closing
 from dataclasses import asdict, replace
 from functools import cache
@@ -251,7 +252,10 @@ def run_study(
             for job in wait(jobs, return_when=FIRST_COMPLETED).done:
                 name, pool = jobs.pop(job)
                 pool.shutdown()
-                if error := job.exception():
+                if isinstance(error := job.exception(), BrokenProcessPool):
+                    raise AblationError(f'the process of {name} was killed, perhaps for its memory; the same command '
+                                        'goes on from here, with fewer --workers if that happens again') from None
+                if error:
                     error.add_note(f'in the run {name}')    # and stays what it is: the user's mistake or ours
                     raise error
                 yield keep(folder, job.result())

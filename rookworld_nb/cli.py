@@ -38,10 +38,10 @@ logger = logging.getLogger('rookworld_nb.cli')
 
 
 def open_streams() -> None:
-    "Replace streams that the shell has closed; write letters that the terminal cannot show as codes."
+    "Replace streams that the shell has closed; write each line at once, and letters that the terminal lacks as codes."
     for name, mode in (('stdin', 'r'), ('stdout', 'w'), ('stderr', 'w')):
         setattr(sys, name, getattr(sys, name) or open(os.devnull, mode))
-    if isinstance(sys.stdout, io.TextIOWrapper): sys.stdout.reconfigure(errors='backslashreplace')
+    if isinstance(sys.stdout, io.TextIOWrapper): sys.stdout.reconfigure(errors='backslashreplace', line_buffering=True)
     if isinstance(sys.stdin, io.TextIOWrapper): sys.stdin.reconfigure(encoding='utf-8', errors='strict')    # as files
 
 
@@ -146,7 +146,6 @@ def uci(
     if isinstance(sys.stdin, io.TextIOWrapper): sys.stdin.reconfigure(errors='replace')    # a path in another encoding
     for line in uci_session(sys.stdin, player, f'rookworld_nb {model}', seed):
         emit(line)
-        sys.stdout.flush()
 
 # %% ../nbs/35_cli.ipynb #09064f99
 def generate(
@@ -313,7 +312,7 @@ def positions_in(
 # %% ../nbs/35_cli.ipynb #e1c68937
 def label(
     *fens: str,                          # FENs, P: prompts, lines of `rookworld positions`; none: stdin, or --input
-    input: tuple[str, ...] = (),         # files of such lines, plain or .gz, or folders of them, for jobs of any size
+    input: tuple[str, ...] | None = None,  # files of such lines, plain or .gz, or folders of them, for jobs of any size
     output: Path | None = None,          # file to add to, leaving what it has; a new one with --input; none: stdout
     shards: int | None = None,           # of --input: pieces that the workers take in turn; none: 64
     workers: int = 1,                    # processes side by side, each with an engine
@@ -637,7 +636,9 @@ def train(
         with suppress(ValueError): known = dataclasses.asdict(run.resumed_config(**config))    # or it is said below
     with torchrun(known.get('rank_timeout', HardwareConfig.rank_timeout), known.get('device', 'auto')) as ranks:
         try:
-            config = run.resumed_config(**config) if resume else PRESETS[preset](**config)
+            given, config = config, run.resumed_config(**config) if resume else PRESETS[preset](**config)
+            if preset != 'nano' and config == PRESETS['nano'](**given):
+                raise UsageError(f'--preset {preset}: of no use, since all it sets is given, by flags or --config')
             if not plan:
                 run.train(config, writers, ranks)
                 return

@@ -180,7 +180,7 @@ def parser_of(
             if options['metavar'].endswith(',...'): options['action'] = 'append'    # --suite env,mate or each by itself
         groups[flag.part].add_argument(flag.word, **options)
     parser.add_argument('--config', metavar='FILE',
-                        help='a TOML file with any of these settings, or the config.json of a run; flags overrule it')
+                        help='a TOML file with any of these settings, for train also a config.json; flags overrule it')
     return parser
 
 # %% ../nbs/28_flags.ipynb #b2aa2d8c

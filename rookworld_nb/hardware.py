@@ -230,7 +230,8 @@ def use_hardware(
         chosen = 'medium' if all(exact_precision(each) == 'medium' for each in {device, *others}) else 'highest'
     torch.set_float32_matmul_precision(chosen)
     torch.backends.cudnn.benchmark = config.cudnn_benchmark
-    words = [machine_name(device), f'float32 products: {chosen}' + (' (auto: exact here)' if level == 'auto' else ''),
+    level = {'auto': ' (auto, as exact as highest here)' if chosen == 'medium' else ' (auto)'}.get(level, '')
+    words = [machine_name(device), f'float32 products: {chosen}{level}',
              f'bf16: {"on" if config.bf16 else "off"}', f'compile: {config.compile or "off"}',
              f'gradient checkpointing: {"on" if config.gradient_checkpointing else "off"}']
     if torch.device(device).type == 'cuda':

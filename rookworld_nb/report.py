@@ -572,7 +572,7 @@ def command_line(
 ) -> str:  # one line
     "The command that starts the same run, with a folder of its own."
     repeated = {name: value for name, value in changed_settings(config).items()
-                if name in DEFAULTS and name not in (*NOT_REPEATED, 'auto_batch_size')}    # it chose batch_positions
+                if name in DEFAULTS and name not in NOT_REPEATED}
     return shlex.join(['rookworld', 'train', *words_of(repeated)])
 
 # %% ../nbs/32_report.ipynb #1e2c01a5

@@ -615,7 +615,7 @@ class PatientEngine:
 
     def close(self) -> None:
         """Forget the questions that wait; the engine itself stays with whoever started it."""
-        self.thread.shutdown(wait=False, cancel_futures=True)
+        self.thread.shutdown(cancel_futures=True)    # one that has begun would start the engine again after its end
         self.asked, self.thread = {}, ThreadPoolExecutor(1, 'engine')    # without a thread until it is asked again
 
 # %% ../nbs/05_rewards.ipynb #74e23d07

@@ -237,7 +237,7 @@ class _KeptEngine(_Closing):
         with self._lock:
             for attempt in (1, 2):
                 try: return talk(self._running())
-                except (_EngineFailureError, OSError, ValueError, IndexError) as error:
+                except (_EngineFailureError, OSError, ValueError, IndexError, OverflowError) as error:
                     logger.warning("%s failed on %s, attempt %d: %s", self.path, about, attempt, error)
                     failure, self.restarts = error, self.restarts + 1
                     self._end()
@@ -291,14 +291,14 @@ class CacheError(ValueError):
 def _open_database(path: Path) -> sqlite3.Connection:
     path.parent.mkdir(parents=True, exist_ok=True)
     db = sqlite3.connect(path, timeout=60, check_same_thread=False, isolation_level=None)
-    db.execute('PRAGMA journal_mode=WAL')
+    with suppress(sqlite3.OperationalError): db.execute('PRAGMA journal_mode=WAL')    # another process does it just now
     db.execute('PRAGMA synchronous=NORMAL')
     db.execute('CREATE TABLE IF NOT EXISTS analysis (key TEXT PRIMARY KEY, answer TEXT) WITHOUT ROWID')
     return db
 
 # %% ../nbs/03_rules.ipynb #18928485
 class AnalysisCache(_Closing):
-    "Engine answers on disk, in one SQLite file that several threads and processes may share."
+    "Engine answers on disk, in one SQLite file that several threads and processes of a machine may share."
     asked = found = 0    # lookups so far, and those that were answered
     def __init__(self,
         path: str | Path,  # the file; made on first use

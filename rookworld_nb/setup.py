@@ -429,7 +429,7 @@ def choose_batch(
     logger.info(run.profiles['line'])
     chosen = run.profiles['optimal']['batch_positions']
     check_room(run.config.buffer, chosen)
-    run.assemble(replace(run.config, batch_positions=chosen))
+    run.assemble(replace(run.config, batch_positions=chosen, auto_batch_size=False))
 
 # %% ../nbs/30_setup.ipynb #03b77172
 SIGHT = {'P': ('legal_fraction', 'best_move_accuracy'), 'A': ('state_exact',)}    # beside the reward

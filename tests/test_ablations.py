@@ -1,6 +1,7 @@
 """The study of what matters: cells that say what they change, runs that go on where they were, effects by hand."""
 import json
 import math
+import os
 import re
 import shutil
 import signal
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import time
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import get_args
 
 import numpy as np
@@ -72,6 +74,20 @@ def test_nothing_is_left_of_a_study_that_is_killed(tiny, tmp_path):
         if not any(map(is_running, left)): break
         time.sleep(.1)
     assert not any(map(is_running, left))
+
+
+@pytest.mark.slow
+def test_a_killed_worker_is_named(tiny, tmp_path):
+    log = run_place(tmp_path, DEFAULT, 1)/'metrics.jsonl'
+    study = subprocess.Popen([sys.executable, '-c', STUDY.format(shared=tiny, folder=str(tmp_path))], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    for _ in range(1200):
+        if log.exists() and log.stat().st_size: break
+        time.sleep(.1)
+    worker, = (child for child in children_of(study.pid) if b'spawn_main' in Path(f'/proc/{child}/cmdline').read_bytes())    # the other keeps its semaphores
+    os.kill(worker, signal.SIGKILL)
+    said = study.communicate(timeout=60)[1]
+    assert said.splitlines()[-1].endswith("AblationError: the process of 'default' with seed 1 was killed, perhaps for its memory; the same command goes on from here, "
+                                          'with fewer --workers if that happens again'), said
 
 
 @pytest.mark.parametrize('text', ['', 'ticket,outcome\n0,success\n'])

@@ -548,8 +548,8 @@ def test_a_reader_may_leave_early():
 @pytest.mark.slow
 def test_a_run_whose_reader_leaves_does_not_end_as_if_it_were_done(tmp_path, lines):
     words = f'train --steps 3 --batch-positions 2 --group-size 2 --max-new-tokens 8 --eval-policy 0 --eval-env 0 --data {lines} --output-dir {tmp_path}/run'
-    done = subprocess.run(['bash', '-c', f'{SCRIPT} {words} | head -n 1; exit ${{PIPESTATUS[0]}}'], capture_output=True, text=True, timeout=120,
-                          env=os.environ | {'PYTHONUNBUFFERED': '1'})    # what a pipe holds back, it would say when all is done
+    buffered = {name: value for name, value in os.environ.items() if name != 'PYTHONUNBUFFERED'}    # as everybody else's Python is
+    done = subprocess.run(['bash', '-c', f'{SCRIPT} {words} | head -n 1; exit ${{PIPESTATUS[0]}}'], capture_output=True, text=True, timeout=120, env=buffered)
     assert done.returncode == 130 and 'nobody reads its output any more' in done.stderr.splitlines()[-1]
 
 
@@ -962,6 +962,8 @@ def test_a_preset_is_where_flags_start_from(call, tiny, cwd):
     config, usual = json.loads((cwd/'run'/'config.json').read_text()), TrainConfig().for_size(1)
     assert config['lr'] == PRESETS['emergency'](model=tiny).lr and config['kl_coef'] == 5*usual.kl_coef and config['group_size'] == 2
     assert get_args(flags_of(cli.train)['preset'].kind) == tuple(PRESETS)
+    code, _, said = call('train', '--preset', 'emergency', '--config', 'run/config.json', '--plan')
+    assert code == 2 and '--preset emergency: of no use, since all it sets is given' in said
     assert call('train', '--preset', 'emergency', '--output-dir', 'run', '--resume') == (2, [], 'rookworld train: --preset emergency: not with --resume, which goes on with the settings of the run\n')
 
 

@@ -370,6 +370,9 @@ FAKE = '''
                 if mode == 'dies': sys.exit(1)
                 if mode == 'chatters':
                     while True: say('info string thinking')
+                if mode == 'huge':
+                    say('info depth 1 multipv 1 score cp ' + '9'*401 + ' pv e2e4\\nbestmove e2e4')
+                    continue
                 if mode == 'garbage':
                     say('\\x00 info multipv pv score ?\\ninfo depth 1 multipv 1 score cp many pv e2e4\\nbestmove x')
                     continue
@@ -418,7 +421,7 @@ def test_scores_and_order(fake):
         )
 
 
-@pytest.mark.parametrize('mode', ['hangs', 'dies', 'chatters', 'garbage', 'illegal', 'repeats', 'few'])
+@pytest.mark.parametrize('mode', ['hangs', 'dies', 'chatters', 'garbage', 'huge', 'illegal', 'repeats', 'few'])
 def test_one_failure_is_repaired(fake, mode, caplog):
     path, runs = fake(mode, bad_runs=1)
     with caplog.at_level(logging.WARNING), Stockfish(path, timeout=1.0, nodes=10**7) as engine:

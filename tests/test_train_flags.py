@@ -257,6 +257,7 @@ def test_the_search_chooses_the_batch_and_leaves_no_trace(few_sizes, tmp_path, c
     assert cli.main(['train', '--auto-batch-size', *words]) == 0
     said = capsys.readouterr().err
     assert 'Memory profile: 2 positions x 4 completions' in said and 'Optimal batch configuration found: 3 positions x 4 completions = 12' in said
+    assert cli.main(['train', '--config', str(tmp_path/'auto'/'config.json'), '--plan']) == 0 and '3 prompts x 4 completions' in capsys.readouterr().out
     found, wanted = (load_file(tmp_path/name/'final_checkpoint'/'model.safetensors') for name in ('auto', 'given'))
     assert given.rows and all(torch.equal(value, wanted[name]) for name, value in found.items())
     for folder in ('checkpoint-2', 'checkpoint-3', 'final_checkpoint'):
