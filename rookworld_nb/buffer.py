@@ -82,10 +82,9 @@ class CountingTask:
 
 # %% ../nbs/17_buffer.ipynb #e826094c
 def counting_policy(
-    steps: int = 80,      # of pre-training
-    right: float = 0.3,   # share of the lines it learns from that are right; the others hold random digits
-    seed: int = 0,        # of weights and lines; the global random numbers are left alone
-) -> GPT:                 # 2 layers, 32 wide, 13 words, 8 positions
+    steps: int = 80,  # of pre-training
+    seed: int = 0,    # of weights and lines; the global random numbers are left alone
+) -> GPT:             # 2 layers, 32 wide, 13 words, 8 positions
     "A tiny policy that knows the form of `CountingTask`'s answers and little more than chance of their digits."
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -98,7 +97,8 @@ def counting_policy(
         for _ in range(steps):
             digits = torch.randint(10, (64, 3))
             follow = (digits[:, :1] + torch.arange(3)) % 10
-            ids[:, 1:4] = 3 + torch.where(torch.rand(64, 1) < right, follow, digits)
+            right = torch.rand(64, 1) < .3  # the other lines hold random digits
+            ids[:, 1:4] = 3 + torch.where(right, follow, digits)
             ids[:32, 3] = 0
             loss = nn.functional.cross_entropy(model(ids[:, :-1])[:, 1:].flatten(0, 1), ids[:, 2:].flatten())
             optimizer.zero_grad()

@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['EMPTY', 'SQUARES', 'PROMOTIONS', 'CASTLING', 'HEADS', 'TOKEN_PATTERN', 'PROMPT_TOKENS', 'logger', 'BOARD_TOKENS',
-           'PROMPT_BOARD', 'PROMPT_MOVE', 'COUNTS', 'ENV_DIVISOR', 'PROBE_WEIGHT', 'board_tokenizer', 'ranked', 'Rows',
-           'pack', 'PretrainError', 'batches', 'token_weights', 'completion_loss', 'completion_mask', 'board_init_',
-           'check_pretrain', 'PretrainConfig', 'read_excluded', 'fingerprint_of', 'kept_rows', 'batch_kinds',
-           'learning_rate', 'first_model', 'train', 'validate', 'prepare', 'pretrain']
+           'PROMPT_BOARD', 'PROMPT_MOVE', 'CODE_STD', 'COUNTS', 'ENV_DIVISOR', 'PROBE_WEIGHT', 'board_tokenizer',
+           'ranked', 'Rows', 'pack', 'PretrainError', 'batches', 'token_weights', 'completion_loss', 'completion_mask',
+           'board_init_', 'check_pretrain', 'PretrainConfig', 'read_excluded', 'fingerprint_of', 'kept_rows',
+           'batch_kinds', 'learning_rate', 'first_model', 'train', 'validate', 'prepare', 'pretrain']
 
 # %% ../nbs/16_pretrain.ipynb #2896c040
 import hashlib
@@ -228,21 +228,23 @@ def completion_mask(
     return is_end.cumsum(1) - is_end.long() == 0
 
 # %% ../nbs/16_pretrain.ipynb #e845e357
+CODE_STD = .02    # size of the codes; noise of half that size lies on top
+
+
 @torch.no_grad()
 def board_init_(
     model: GPT,            # changed in place
     tokenizer: Tokenizer,  # nano's
     seed: int = 0,         # of the codes
-    std: float = .02,      # size of the codes; noise of half that size lies on top
 ) -> None:
     "Give squares the sum of a rank and a file code, and piece letters that of a piece and a colour code."
     generator = torch.Generator().manual_seed(seed)
 
     def code(n):
-        return torch.randn(n, model.cfg.n_embd, generator=generator)*std
+        return torch.randn(n, model.cfg.n_embd, generator=generator)*CODE_STD
 
     def noisy(vector):
-        return vector + torch.randn(vector.shape, generator=generator)*std/2
+        return vector + torch.randn(vector.shape, generator=generator)*CODE_STD/2
 
     ranks, file_codes, slash, answer, colours = code(8), code(8), code(1)[0], code(1)[0], code(2)
     for rank, file in product(range(8), range(9)):
