@@ -18,7 +18,7 @@ import pandas as pd
 
 from .positions import spread
 from .records import Rows
-from .rewards import PolicyTruth, RewardTerms, read_env, read_policy
+from .rewards import PolicyTruth, is_right_reward, read_env, read_policy
 from .rules import InvalidFenError, env_step, legal_moves, parse_board
 from .tasks import EnvAnswer, PolicyAnswer, is_uci, parse_env, parse_policy
 
@@ -115,8 +115,7 @@ def env_diagrams(
     wrong = wrong_squares(answer.new_fen, truth.new_fen) if answer.new_fen else []
     squares = tuple((square, RED + '99') for square in wrong)
     lines = [(f'wrong squares: {" ".join(wrong)}', True)] if wrong else []
-    paid = answer.reward is not None and abs(answer.reward - truth.reward) < RewardTerms.reward_tolerance
-    told = {'reward': (truth.reward if paid else answer.reward, truth.reward),
+    told = {'reward': (truth.reward if is_right_reward(answer, truth) else answer.reward, truth.reward),
             'over': (answer.terminated, truth.terminated), 'illegal': (answer.truncated, truth.truncated)}
     if answer.new_fen:
         told = {'rest of the FEN': tuple(step.new_fen.partition(' ')[2] for step in (answer, truth))} | told

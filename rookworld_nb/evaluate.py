@@ -26,7 +26,7 @@ from .model import GPT
 from .positions import OUTCOMES, Sample, outcome
 from .ranks import ALONE, Ranks
 from .rewards import (
-    PolicyTruth, RewardScorer, RewardTerms, find_truth, legal_fraction, read_env, read_policy)
+    PolicyTruth, RewardScorer, find_truth, is_right_reward, legal_fraction, read_env, read_policy)
 from .rules import EnvStep
 from .sampling import sample as sample_group
 from .tasks import ANSWER_TOKENS, MAX_MOVES, parse_env, parse_policy
@@ -149,7 +149,7 @@ def env_metrics(
     truth, answer = find_truth(sample.prompt, sample.completion, None), read_env(text)
     asked = parse_env(sample.line)
     exact = answer.new_fen == truth.new_fen
-    reward = answer.reward is not None and abs(answer.reward - truth.reward) < RewardTerms.reward_tolerance
+    reward = is_right_reward(answer, truth)
     flags = (answer.terminated, answer.truncated) == (truth.terminated, truth.truncated)
     what = move_class(asked.fen, asked.uci, truth)
     predicted = outcome(answer)

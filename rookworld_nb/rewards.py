@@ -6,12 +6,13 @@
 __all__ = ['Shaping', 'ADDITIVE', 'Scaling', 'RANGES', 'POSITIVE', 'CURVES', 'PARTS', 'SETTINGS', 'COLUMNS', 'GRADES',
            'ALL_RIGHT', 'logger', 'RewardConfigError', 'is_inside', 'RewardTerms', 'RewardConfig', 'check_config',
            'scale_score', 'PolicyTruth', 'policy_format', 'legal_fraction', 'candidate_gains', 'candidates_score',
-           'eval_gains', 'evals_score', 'best_score', 'env_scores', 'Judged', 'read_policy', 'read_env', 'judge_policy',
-           'judge_env', 'judge', 'ladder_rung', 'shape_reward', 'MissingTargetError', 'BadScoresError', 'refuse_lost',
-           'BadTargetError', 'EngineSilentError', 'Analyser', 'stored_truth', 'check_rows', 'rules_truth',
-           'engine_truth', 'find_truth', 'RunningNorm', 'running_norms', 'blend_shares', 'component_row',
-           'component_table', 'engine_questions', 'Scores', 'PatientEngine', 'find_truths', 'judge_rows',
-           'default_reward', 'name_of', 'call_reward_fn', 'plain_rewards', 'final_rewards', 'RewardScorer']
+           'eval_gains', 'evals_score', 'best_score', 'is_right_reward', 'env_scores', 'Judged', 'read_policy',
+           'read_env', 'judge_policy', 'judge_env', 'judge', 'ladder_rung', 'shape_reward', 'MissingTargetError',
+           'BadScoresError', 'refuse_lost', 'BadTargetError', 'EngineSilentError', 'Analyser', 'stored_truth',
+           'check_rows', 'rules_truth', 'engine_truth', 'find_truth', 'RunningNorm', 'running_norms', 'blend_shares',
+           'component_row', 'component_table', 'engine_questions', 'Scores', 'PatientEngine', 'find_truths',
+           'judge_rows', 'default_reward', 'name_of', 'call_reward_fn', 'plain_rewards', 'final_rewards',
+           'RewardScorer']
 
 # %% ../nbs/05_rewards.ipynb #b4f48dd3
 import copy
@@ -242,6 +243,15 @@ def best_score(
     return credit if move in truth.win else cfg.unlisted_share*credit
 
 # %% ../nbs/05_rewards.ipynb #b3692400
+def is_right_reward(
+    answer: EnvAnswer,  # a parsed completion
+    truth: EnvStep,     # the right answer
+    tolerance: float = RewardTerms.reward_tolerance,  # largest accepted error, exclusive
+) -> bool:              # no where none could be read
+    """Whether the environment's reward is right."""
+    return answer.reward is not None and abs(answer.reward - truth.reward) < tolerance
+
+
 def env_scores(
     answer: EnvAnswer,  # a parsed completion
     truth: EnvStep,     # the right answer
@@ -252,8 +262,7 @@ def env_scores(
     shape = (answer.clean, answer.new_fen is not None, answer.reward is not None, None not in flags)
     similarity = Levenshtein.normalized_similarity(answer.new_fen_text, truth.new_fen)
     right = sum(flag == wanted for flag, wanted in zip(flags, (truth.terminated, truth.truncated)))
-    close = answer.reward is not None and abs(answer.reward - truth.reward) < cfg.reward_tolerance
-    return sum(shape)/4, similarity, right/2, float(close)
+    return sum(shape)/4, similarity, right/2, float(is_right_reward(answer, truth, cfg.reward_tolerance))
 
 # %% ../nbs/05_rewards.ipynb #42afad0b
 PARTS = {'P': ('format', 'candidates', 'evals', 'best'), 'A': ('format', 'fen', 'flags', 'reward_value')}
