@@ -523,15 +523,13 @@ def component_row(
     judged: Judged,                          # a judged completion
     terms: Sequence[tuple[float, Scaling]],  # share in the blend and curve of each score
     cfg: RewardConfig,                       # reward_shaping, penalty
-) -> tuple:                                  # one value per column of COLUMNS
+) -> dict[str, str | float]:                 # of COLUMNS what its task has
     """Scale, blend and shape one completion's scores."""
     scores = [scale_score(score, curve) for score, (_, curve) in zip(judged.scores, terms)]
     blend = sum(score*share for score, (share, _) in zip(scores, terms))
     raw = min(1., round(blend, 12))    # .4 + .3 + .1 is .8, and earns what .8 earns
-    absent = (math.nan,)*3
-    others = (judged.legal_fraction, *absent)
-    parts = (*scores, *others) if judged.task == 'P' else (scores[0], *others, *scores[1:])
-    return judged.task, *parts, raw, shape_reward(judged, raw, cfg)
+    return {'task': judged.task, **dict(zip(PARTS[judged.task], scores)), 'legal_fraction': judged.legal_fraction,
+            'raw': raw, 'reward': shape_reward(judged, raw, cfg)}
 
 
 def component_table(
@@ -544,9 +542,9 @@ def component_table(
     for task, shares in blend_shares(cfg, step).items():
         curves = [getattr(cfg, f'{name}_scaling', 'linear') for name in SETTINGS[task]]
         terms[task] = list(zip(shares, curves))
-    unjudged = ('P', *[math.nan]*(len(COLUMNS) - 2), 0.)
+    unjudged = {'task': 'P', 'reward': 0.}
     rows = [unjudged if one is None else component_row(one, terms[one.task], cfg) for one in judged]
-    return pd.DataFrame.from_records(rows, columns=COLUMNS)
+    return pd.DataFrame(rows, columns=COLUMNS)
 
 # %% ../nbs/05_rewards.ipynb #38a8ea3e
 logger = logging.getLogger(__name__)
