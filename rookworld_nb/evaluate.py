@@ -114,7 +114,7 @@ def policy_metrics(
     for move, pawns in zip(moves, answer.evals): evals.setdefault(move, pawns)    # of a repeated move the first counts
     errors = [abs(clip_pawns(evals[move]) - clip_pawns(truth.pawns[move])) for move in hits & evals.keys()]
     return {
-        'parsed': float(bool(answer.moves and answer.evals and answer.best)),
+        'parsed': float(answer.readable),
         'right_count': float(len(answer.moves) == len(answer.evals) == possible),
         'legal_fraction': legal_fraction(answer, truth),
         'distinct_legal': len(truth.legal.intersection(moves))/possible,

@@ -310,8 +310,7 @@ def judge_policy(
               evals_score(answer, truth, cfg), best_score(answer, truth, cfg))
     listed, legal = len(answer.moves), len(truth.legal.intersection(answer.moves))
     rungs = (legal > 0, len(answer.evals) > 0, min(legal, len(answer.evals)) > listed/2)
-    readable = bool(answer.moves and answer.evals and answer.best)
-    return Judged('P', scores, readable, rungs, truth, legal_fraction(answer, truth))
+    return Judged('P', scores, answer.readable, rungs, truth, legal_fraction(answer, truth))
 
 
 def judge_env(

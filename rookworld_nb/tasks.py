@@ -149,6 +149,11 @@ class PolicyAnswer:
         return self.clean and complete and min_moves <= len(self.moves) <= MAX_MOVES
 
     @property
+    def readable(self) -> bool:
+        "Whether a move, an evaluation and a best move could be read."
+        return bool(self.moves and self.evals and self.best)
+
+    @property
     def well_formed(self) -> bool:
         "Whether the answer has the form that is rewarded in full: two to five moves."
         return self.has_form(min_moves=2)
