@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['logger', 'policy_line', 'LabelError', 'Labelling', 'labelled_in', 'fen_in', 'count_moves', 'shard_of', 'write_plan',
-           'plan_of', 'cut_inputs', 'label_shard', 'end_with_starter', 'label_worker', 'stop', 'shard_totals',
-           'merge_shards', 'clear_shards', 'Progress', 'undone_of', 'label_files']
+           'read_plan', 'plan_of', 'cut_inputs', 'label_shard', 'end_with_starter', 'label_worker', 'stop',
+           'shard_totals', 'merge_shards', 'clear_shards', 'Progress', 'undone_of', 'label_files']
 
 # %% ../nbs/14_labels.ipynb #476f93fc
 import gzip
@@ -68,6 +68,11 @@ class Labelling:
         "Where the shards are."
         return Path(f'{self.output}.shards')
 
+    @property
+    def gone(self) -> Path:
+        "The same folder under its last name, once the output is there."
+        return Path(f'{self.folder}.done')
+
     def place(
         self,
         kind: str,   # todo | part | done | note | lock
@@ -128,6 +133,14 @@ def write_plan(
     with replacing(folder/'plan.json') as aside: aside.write_text(json.dumps(facts), encoding='utf-8')
 
 
+def read_plan(
+    folder: Path,        # of the shards
+) -> dict[str, object]:  # the facts; empty where there are none yet
+    "Read plan.json."
+    path = folder/'plan.json'
+    return json.loads(path.read_text(encoding='utf-8')) if path.exists() else {}
+
+
 def plan_of(
     job: Labelling,           # what decides its lines
     paths: Sequence[Path],    # files of FENs
@@ -145,10 +158,9 @@ def cut_inputs(
     engine: str,              # name of the engine that answers
 ) -> None:
     "Deal the FENs out to the shards; the plan is written last and says that all have been."
-    facts, plan = plan_of(job, paths, engine), job.folder/'plan.json'
+    facts = plan_of(job, paths, engine)
     job.folder.mkdir(exist_ok=True)
-    if plan.exists():
-        was = json.loads(plan.read_text(encoding='utf-8'))
+    if was := read_plan(job.folder):
         if changed := [name for name in facts if was.get(name) != facts[name]]:
             name = changed[0]
             raise LabelError(f'{job.folder}: was begun with {name} {was.get(name)}, now {facts[name]}; go '
@@ -173,7 +185,8 @@ def label_shard(
     with locked(job.place('lock', shard)) as mine:
         if not mine or job.place('done', shard).exists():
             return mine
-        done, part = labelled_in(job.place('part', shard)), job.place('part', shard)
+        part = job.place('part', shard)
+        done = labelled_in(part)
         fens = job.place('todo', shard).read_text(encoding='utf-8').splitlines()
         bad, failed, written, single, silent = [], [], 0, 0, 0
         with open(part, 'a', encoding='utf-8', buffering=1) as file:    # a line at a time
@@ -239,9 +252,10 @@ def shard_totals(
     "Add up what the shards note, and log the first line of each kind that was left out."
     notes = [json.loads(path.read_text(encoding='utf-8')) for path in sorted(folder.glob('note-*'))]
     totals = {name: sum(note[name] for note in notes) for name in ('lines', 'single', 'malformed', 'failed')}
-    kinds = zip(*(note['first'] for note in notes))    # malformed, failed: of every shard none or one
-    if first := [reason for reasons in kinds for reason in sum(reasons, [])[:1]]:
-        logger.warning('%d lines are left out: %s', totals['malformed'] + totals['failed'], '; '.join(first))
+    malformed, failed = (next((why for note in notes for why in note['first'][kind]), '') for kind in (0, 1))
+    if malformed or failed:
+        logger.warning('%d lines are left out: %s', totals['malformed'] + totals['failed'],
+                       '; '.join(filter(None, (malformed, failed))))
     return totals
 
 
@@ -254,21 +268,20 @@ def merge_shards(
         shutil.rmtree(job.folder)
         why = f'none of the {wrong} lines is a position' if (wrong := totals['malformed']) else 'the input is empty'
         raise LabelError(f'--output {output}: not written; {why}')
-    gone = Path(f'{job.folder}.done')
     with replacing(output) as aside, open(aside, 'wb') as file, ExitStack() as stack:
         whole = stack.enter_context(gzip.GzipFile('', 'wb', 6, file, 0)) if output.suffix == '.gz' else file
         for n in range(job.shards):
             with open(job.place('done', n), 'rb') as part: shutil.copyfileobj(part, whole)
-    write_plan(job.folder, json.loads((job.folder/'plan.json').read_text(encoding='utf-8')) | {'totals': totals})
-    os.replace(job.folder, gone)
-    return clear_shards(gone)
+    write_plan(job.folder, read_plan(job.folder) | {'totals': totals})
+    os.replace(job.folder, job.gone)
+    return clear_shards(job.gone)
 
 # %% ../nbs/14_labels.ipynb #81ace59f
 def clear_shards(
     gone: Path,       # the folder of a job whose output is there
 ) -> dict[str, int]:  # of `shard_totals`
     "Remove the shards, the plan last: a kill in between leaves what the same command can end with."
-    totals = json.loads((gone/'plan.json').read_text(encoding='utf-8'))['totals']
+    totals = read_plan(gone)['totals']
     for path in gone.iterdir():
         if path.name != 'plan.json': path.unlink()
     shutil.rmtree(gone)
@@ -318,15 +331,14 @@ def label_files(
     "Label files of positions; started again after a kill, the job is resumed."
     if workers < 1:
         raise LabelError(f'--workers {workers}: must be at least 1')
-    output, gone = Path(job.output), Path(f'{job.folder}.done')
+    output = Path(job.output)
     paths = [path for source in sources for path in data_files(source)]
     with Stockfish(job.stockfish_path, nodes=job.nodes) as engine: name = engine.name    # none: before anything is made
-    if (gone/'plan.json').exists() and output.exists():    # killed after the last step but the cleaning
-        was = json.loads((gone/'plan.json').read_text(encoding='utf-8'))
-        if was == plan_of(job, paths, name) | {'totals': was['totals']}: return clear_shards(gone)
+    if output.exists() and (was := read_plan(job.gone)):    # killed after the last step but the cleaning
+        if was == plan_of(job, paths, name) | {'totals': was['totals']}: return clear_shards(job.gone)
     if output.exists() and undone_of(job):    # else it is this job's, killed before its folder got another name
         raise LabelError(f'--output {output}: is there already; give a new file')
-    shutil.rmtree(gone, ignore_errors=True)
+    shutil.rmtree(job.gone, ignore_errors=True)
     job.folder.mkdir(exist_ok=True)
     with locked(job.folder/'lock') as mine:
         if not mine: raise LabelError(f'--output {output}: another command is at work on it')
