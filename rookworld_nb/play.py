@@ -234,8 +234,8 @@ class PlayBoard(BoardFace):
     ) -> None:
         """Begin a game."""
         self.game = Game(self.partner, colour)
-        order = sorted(chess.SQUARES, key=lambda square: (-chess.square_rank(square), chess.square_file(square)))
-        self.grid.children = [self.squares[square] for square in (order if colour else order[::-1])]
+        order = chess.SQUARES_180 if colour else chess.SQUARES_180[::-1]    # from a8 to h1, or back
+        self.grid.children = [self.squares[square] for square in order]
         self.show(self.game)
 
     def click(
