@@ -91,7 +91,7 @@ def format_policy(
         raise TaskFormatError(f"{bad[0]!r} is not a UCI move such as e2e4 or e7e8q")
     if len(set(moves)) != len(moves): raise TaskFormatError(f"moves must be distinct: {' '.join(moves)}")
     written = ' '.join(map(_pawns, evals))
-    if best is None: best = moves[max(range(len(evals)), key=lambda i: evals[i])]
+    if best is None: best = moves[evals.index(max(evals))]
     if best not in moves: raise TaskFormatError(f"the best move {best!r} is not one of {' '.join(moves)}")
     if not padded: return f"{policy_prompt(fen)} M: {' '.join(moves)} E: {written} B: {best}"
     fen_width, moves_width, evals_width = FIELD_WIDTHS.values()
@@ -207,12 +207,16 @@ class EnvAnswer:
         return self.clean and None not in (self.new_fen, self.reward, self.terminated, self.truncated)
 
 # %% ../nbs/02_tasks.ipynb #25ecbe26
+def _env_fields(line: str) -> list[str]:
+    return [' '.join(field.split()) for field in line.removeprefix('A:').split('+')]
+
+
 def parse_env(
     text: str,   # a whole A: line (with or without its prefix) or only its completion; any string
 ) -> EnvAnswer:  # whatever could be read
     "Read an environment line; never raises."
     line = _first_line(text)
-    fields = [' '.join(field.split()) for field in line.removeprefix('A:').split('+')]
+    fields = _env_fields(line)
     whole = line.startswith('A:') or len(fields) >= 7
     fen, uci, history = (fields + [''] * 3)[:3] if whole else ('', '', '')
     answer = fields[3:] if whole else fields
@@ -288,7 +292,7 @@ def fault_of(
     if task_of(line) == 'A':
         parts = {'fen': board, 'uci': bool, 'history': lambda text: True, 'new_fen': board,
                  'reward': _NUMBER.fullmatch, 'terminated': flag, 'truncated': flag}
-        fields = [' '.join(field.split()) for field in line.removeprefix('A:').split('+')]
+        fields = _env_fields(line)
         if len(fields) != len(parts): return f"{len(fields)} fields, not the {len(parts)} of {'+'.join(parts)}"
         name, text = next((name, text) for (name, good), text in zip(parts.items(), fields) if not good(text))
         return f'{name} is unreadable: {text!r}' if text else f'{name} is missing'
