@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['END_TOKEN', 'REQUIRED', 'INDEX', 'TRANSPOSED', 'BUFFERS', 'STORED', 'HUB_ID', 'HUB_FILES', 'CARD', 'BRANCH',
-           'ModelNameError', 'ModelFileError', 'bpe_tokenizer', 'load_tokenizer', 'end_token_id', 'check_tokenizer',
-           'read_json', 'load_config', 'load_shard', 'shards_of', 'load_tensors', 'check_tensor', 'check_finite',
-           'fill_model', 'config_dict', 'replace_files', 'save_pretrained', 'download', 'model_folder',
+           'ModelNameError', 'ModelFileError', 'bpe_tokenizer', 'uncut', 'load_tokenizer', 'end_token_id',
+           'check_tokenizer', 'read_json', 'load_config', 'load_shard', 'shards_of', 'load_tensors', 'check_tensor',
+           'check_finite', 'fill_model', 'config_dict', 'replace_files', 'save_pretrained', 'download', 'model_folder',
            'load_pretrained', 'interpolate', 'HubError', 'push_list', 'push_lines', 'push']
 
 # %% ../nbs/01_weights.ipynb #29d490b4
@@ -49,6 +49,15 @@ def bpe_tokenizer(
     return tokenizer
 
 
+def uncut(
+    tokenizer: Tokenizer,  # changed in place
+) -> Tokenizer:            # the same
+    'Have a tokenizer give back every text whole, and nothing else.'
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
 def load_tokenizer(
     folder: Path,  # holds tokenizer.json, or vocab.json and merges.txt
 ) -> Tokenizer:    # without truncation or padding, whatever the file asks for
@@ -58,9 +67,7 @@ def load_tokenizer(
         raise ModelFileError(f'{folder}: has neither tokenizer.json nor vocab.json and merges.txt')
     try: tokenizer = Tokenizer.from_file(str(single)) if single.exists() else bpe_tokenizer(vocab, merges)
     except Exception as e: raise ModelFileError(f'{single if single.exists() else vocab}: not a tokenizer: {e}') from e
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer
+    return uncut(tokenizer)
 
 # %% ../nbs/01_weights.ipynb #ffce924f
 def end_token_id(
@@ -259,9 +266,7 @@ def save_pretrained(
     end_id = end_token_id(tokenizer)
     check_finite(tensors, tensors['transformer.wte.weight'].dtype)
     special = dict.fromkeys(('bos_token', 'eos_token', 'pad_token', 'unk_token'), END_TOKEN)
-    plain = Tokenizer.from_str(tokenizer.to_str())  # a copy, since the caller's may go on cutting and padding
-    plain.no_truncation()
-    plain.no_padding()
+    plain = uncut(Tokenizer.from_str(tokenizer.to_str()))  # a copy, since the caller's may go on cutting and padding
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
