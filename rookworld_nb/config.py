@@ -220,11 +220,12 @@ def idle_flags(
 ) -> dict[str, str]:        # field -> why it would change nothing
     "Settings that were given and have no effect because of another one."
     values = asdict(config)
+    given = {name for name, value in values.items() if value != getattr(TrainConfig, name)}
     wrong = {name: 'not with --use-gae, whose critic takes the place of the group' for name in OF_THE_GROUP
-             if config.use_gae and values[name] != getattr(TrainConfig, name)}
+             if config.use_gae and name in given}
     wrong |= {name: f'of no use without --{flag.replace("_", "-")}' for name, flag in NEEDS.items()
-              if not values[flag] and values[name] != getattr(TrainConfig, name)}
-    if config.fresh_share != TrainConfig.fresh_share and config.buffer_capacity == 1:
+              if name in given and not values[flag]}
+    if 'fresh_share' in given and config.buffer_capacity == 1:
         wrong['fresh_share'] = 'of no use without --buffer-capacity of at least 2: only a buffer with room mixes'
     if not config.kl_unbiased and config.kl_estimator in EXACT_KL:
         wrong['kl_unbiased'] = f'of no use with --kl-estimator {config.kl_estimator}, which is not sampled'
@@ -235,11 +236,11 @@ def idle_flags(
         wrong |= dict.fromkeys(idle, 'of no use with --kl-coef 0')
     if config.use_gae and config.importance_level == 'sequence':
         wrong['importance_level'] = 'not with --use-gae, whose advantages differ from token to token'
-    if config.penalty != TrainConfig.penalty and config.reward_shaping == 'binary':
+    if 'penalty' in given and config.reward_shaping == 'binary':
         wrong['penalty'] = 'of no use with --reward-shaping binary, which pays 0 or 1'
-    elif config.penalty != TrainConfig.penalty and config.credit != 'answer' and not whole_answers(config):
+    elif 'penalty' in given and config.credit != 'answer' and not whole_answers(config):
         wrong['penalty'] = 'of no use where the parts of an answer are paid; say --credit answer'
-    if config.mix_env_ratio == 0 and config.rare_env_ratio not in (TrainConfig.rare_env_ratio, None):
+    if config.mix_env_ratio == 0 and 'rare_env_ratio' in given and config.rare_env_ratio is not None:
         wrong['rare_env_ratio'] = 'of no use with --mix-env-ratio 0'
     if config.mix_env_ratio == 1:
         idle = [name for name in ('easy_first', 'stockfish_path') if values[name]]
