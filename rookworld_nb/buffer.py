@@ -5,10 +5,10 @@
 # %% auto #0
 __all__ = ['PROMPT_FIELDS', 'ROW_COLUMNS', 'CountingTask', 'counting_policy', 'RolloutPart', 'mean_advantages', 'judged_groups',
            'idle_groups', 'Experience', 'spread_of', 'reward_metrics', 'component_metrics', 'completion_metrics',
-           'CollectorConfig', 'without_end', 'check_reference', 'task_shares', 'Draft', 'sample_shares',
+           'CollectorConfig', 'without_end', 'check_reference', 'split_by_task', 'Draft', 'sample_shares',
            'ask_reference', 'advantages_of', 'assemble', 'check_kl_in_reward', 'priced', 'score_all', 'stack_rows',
            'of_all', 'group_work', 'share_of', 'Collector', 'BufferConfig', 'StoredGroup', 'put_together',
-           'stored_groups', 'check_room', 'next_groups', 'usable_groups', 'is_wanting', 'buffer_metrics',
+           'stored_groups', 'check_room', 'next_groups', 'usable_groups', 'must_collect', 'buffer_metrics',
            'RolloutBuffer', 'part_state', 'part_from', 'experience_state', 'collector_state', 'restore_collector',
            'buffer_state', 'restore_buffer']
 
@@ -335,7 +335,7 @@ def check_reference(
         raise SettingError('the reference is the policy itself; give a copy that stays as it is (copy.deepcopy)')
 
 
-def task_shares(
+def split_by_task(
     prompts: Sequence[Sample],  # of a batch, the tasks mixed as they come
 ) -> list[tuple[Sample, ...]]:  # of each task that is there
     "Sort a batch by task; SettingError where there is nothing in it."
@@ -542,7 +542,7 @@ class Collector:
 
     def __iter__(self) -> Iterator[Experience]: return self
     def __next__(self) -> Experience:
-        c, start, shares = self.config, time.perf_counter(), task_shares(next(self.prompts))
+        c, start, shares = self.config, time.perf_counter(), split_by_task(next(self.prompts))
         own = sample_shares(self.model, self.tokenizer, shares, c, self.generator, self.ranks)
         seconds = time.perf_counter() - start
         asked = [ask_reference(self.ref_model, done, c.keep_ref_hidden) for done in own]
@@ -651,7 +651,7 @@ def usable_groups(
             and (config.max_age is None or dealt - group.born < config.max_age)]
 
 
-def is_wanting(
+def must_collect(
     groups: Sequence[StoredGroup],  # stored
     batch: int,                     # groups of a collection
     config: BufferConfig,           # the rules
@@ -695,7 +695,7 @@ class RolloutBuffer:
     def __next__(self) -> Experience:
         c, self.arrived, self.groups = self.config, [], usable_groups(self.groups, self.dealt, self.config)
         self.experiences = {group.experience: self.experiences[group.experience] for group in self.groups}
-        while is_wanting(self.groups, self.newest.num_groups if self.newest else 1, c) \
+        while must_collect(self.groups, self.newest.num_groups if self.newest else 1, c) \
                 and (experience := next(self.collector, None)) is not None:
             check_room(c, experience.num_groups)
             if experience.number in self.experiences:

@@ -4,12 +4,12 @@
 
 # %% auto #0
 __all__ = ['SCHEDULES', 'ADAMW', 'LOSS_OPTIONS', 'KL_LIMITS', 'PIECE_TOKENS', 'logger', 'RECENT', 'TrainerConfig', 'check_config',
-           'lr_factor', 'trained', 'build_optimizer', 'MicroBatch', 'items_of', 'usual_piece', 'micro_batches',
-           'FirstUpdateError', 'rounding_room', 'likely_cause', 'check_kl_inputs', 'check_first_update',
-           'exact_token_kl', 'Critic', 'judged_by', 'critic_loss', 'Learning', 'learn_answers', 'check_needs',
-           'broken_rows', 'accumulate_gradients', 'take_step', 'seen_by_all', 'add_gradients', 'Health', 'find_failure',
-           'follow_kl', 'count_skipped', 'Learner', 'learning_of', 'still_computes', 'speed', 'update', 'recover',
-           'trainer_state', 'restore_trainer', 'Trainer']
+           'lr_factor', 'trainable_parameters', 'build_optimizer', 'MicroBatch', 'items_of', 'usual_piece',
+           'micro_batches', 'FirstUpdateError', 'rounding_room', 'likely_cause', 'check_kl_inputs',
+           'check_first_update', 'exact_token_kl', 'Critic', 'judged_by', 'critic_loss', 'Learning', 'learn_answers',
+           'check_needs', 'broken_rows', 'accumulate_gradients', 'take_step', 'seen_by_all', 'add_gradients', 'Health',
+           'find_failure', 'follow_kl', 'count_skipped', 'Learner', 'learning_of', 'still_computes', 'speed', 'update',
+           'recover', 'trainer_state', 'restore_trainer', 'Trainer']
 
 # %% ../nbs/19_trainer.ipynb #2a1b3d85
 import copy
@@ -121,7 +121,7 @@ def lr_factor(
     return config.lr_final + (1 - config.lr_final)*left
 
 # %% ../nbs/19_trainer.ipynb #a620c003
-def trained(
+def trainable_parameters(
     *models: nn.Module | None,  # a policy, a critic
 ) -> list[nn.Parameter]:
     "All parameters that require a gradient."
@@ -139,7 +139,7 @@ def build_optimizer(
     if coarse := types - {torch.float32, torch.float64}:
         raise SettingError(f'weights of type {coarse.pop()} are too coarse for small updates; load them with '
                            'dtype=torch.float32 (products in bfloat16 are a setting of the model, bf16)')
-    parameters = trained(model, critic)
+    parameters = trainable_parameters(model, critic)
     groups = [{'params': [p for p in parameters if p.dim() >= 2], 'weight_decay': config.weight_decay},
               {'params': [p for p in parameters if p.dim() < 2], 'weight_decay': 0.}]
     return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, **ADAMW[config.adamw])
@@ -506,7 +506,7 @@ def add_gradients(
 ) -> None:
     "Replace gradients by their sums over the processes: each was already divided by the count of the whole batch."
     if learning.ranks.size > 1:
-        parameters = trained(learning.model, learning.critic)
+        parameters = trainable_parameters(learning.model, learning.critic)
         for p in parameters: p.grad = torch.zeros_like(p) if p.grad is None else p.grad
         add_up(learning.ranks, [p.grad for p in parameters])
 
