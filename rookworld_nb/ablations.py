@@ -240,7 +240,8 @@ def run_study(
         leaving.enter_context(alone_in(folder))
         todo, threads = planned_runs(folder, studies, seeds), max(1, torch.get_num_threads()//workers)
         yield read_results(folder)
-        stop, left, jobs = (context := get_context('spawn')).Event(), [*todo.items()][::-1], {}
+        context, left, jobs = get_context('spawn'), [*todo.items()][::-1], {}
+        stop = context.Event()
         leaving.callback(lambda: [pool.shutdown() for _, pool in jobs.values()])
         leaving.callback(stop.set)    # before that
         while left or jobs:

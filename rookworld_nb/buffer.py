@@ -695,8 +695,8 @@ class RolloutBuffer:
     def __next__(self) -> Experience:
         c, self.arrived, self.groups = self.config, [], usable_groups(self.groups, self.dealt, self.config)
         self.experiences = {group.experience: self.experiences[group.experience] for group in self.groups}
-        while must_collect(self.groups, self.newest.num_groups if self.newest else 1, c) \
-                and (experience := next(self.collector, None)) is not None:
+        while must_collect(self.groups, self.newest.num_groups if self.newest else 1, c):
+            if (experience := next(self.collector, None)) is None: break
             check_room(c, experience.num_groups)
             if experience.number in self.experiences:
                 raise SettingError(f'experience number {experience.number} is stored already; each needs its own')

@@ -524,7 +524,7 @@ def rewarded_tasks(
     names: Iterable[str],  # of metrics
 ) -> list[str]:            # in the same order
     """The tasks whose mean reward is among some metrics."""
-    return [name[len('task_'):-len('/reward')] for name in names if re.fullmatch('task_.+/reward', name)]
+    return [found[1] for name in names if (found := re.fullmatch('task_(.+)/reward', name))]
 
 
 def task_means(

@@ -492,9 +492,10 @@ class RunningNorm:
     ) -> Tensor:          # (N,) shifted and scaled
         """Update the averages once with this batch, then normalise it."""
         mean, std = float(rewards.mean()), float(rewards.std(correction=0))
-        keep = 0. if self.mean is None else self.momentum
-        self.mean = keep*(self.mean or 0.) + (1 - keep)*mean
-        self.std = keep*(self.std or 0.) + (1 - keep)*std
+        if self.mean is not None:
+            mean = self.momentum*self.mean + (1 - self.momentum)*mean
+            std = self.momentum*self.std + (1 - self.momentum)*std
+        self.mean, self.std = mean, std
         return (rewards - self.mean)/max(self.std, self.floor)
 
 

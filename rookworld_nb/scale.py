@@ -275,8 +275,9 @@ def hopeless(
         return ''
     first, last = rewards[:quarter], rewards[-quarter:]
     fall, error = fmean(first) - fmean(last), math.sqrt((variance(first) + variance(last))*replays/quarter)
-    return f'hopeless: the reward fell from {fmean(first):.3f} to {fmean(last):.3f}, by more than {FALL} standard ' \
-           f'errors of {error:.3f}' if fall > FALL*error else ''
+    if not fall > FALL*error: return ''
+    return (f'hopeless: the reward fell from {fmean(first):.3f} to {fmean(last):.3f}, by more than {FALL} standard '
+            f'errors of {error:.3f}')
 
 # %% ../nbs/34_scale.ipynb #ecd8e7d6
 class Verdict(NamedTuple):

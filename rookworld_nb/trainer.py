@@ -557,9 +557,8 @@ def find_failure(
     config: TrainerConfig,      # the limits
 ) -> str:                       # why the run has failed; empty if it has not
     "Judge an update before it is made."
-    mean = health.kl_mean
-    spike = None if mean is None or config.kl_spike_factor is None \
-        else config.kl_spike_factor*max(mean, config.kl.kl_target)
+    mean, factor = health.kl_mean, config.kl_spike_factor
+    spike = None if None in (mean, factor) else factor*max(mean, config.kl.kl_target)
     for name, limit in (('kl', config.kl_divergence_threshold), ('kl_95pct', config.kl_tail_threshold), ('kl', spike)):
         if limit is not None and limit < metrics.get(name, math.nan) < math.inf:    # what is not finite is skipped
             return f'{name} is {metrics[name]:.3g} nats per token, above {limit:.3g}'
