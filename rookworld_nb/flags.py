@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['REQUIRED', 'READERS', 'UsageError', 'comments_in', 'Flag', 'flags_of', 'parse_value', 'as_text', 'Parser',
-           'placeholder', 'parser_of', 'no_such', 'settings_in', 'read_settings', 'words_of']
+           'placeholder', 'parser_of', 'no_such', 'settings_in', 'refuse_unknown', 'read_settings', 'words_of']
 
 # %% ../nbs/28_flags.ipynb #33e798a0
 import argparse
@@ -226,6 +226,26 @@ def settings_in(
         texts[name] = as_text(value)
     return texts
 
+# %% ../nbs/28_flags.ipynb #5e7a1c02
+def refuse_unknown(
+    unknown: str,            # the first word that belongs to no flag
+    flags: dict[str, Flag],  # what there is
+    words: Sequence[str],    # the command line after the command
+) -> NoReturn:
+    "Say in a UsageError what was probably meant."
+    if unknown.startswith('-'):
+        known = [flag.word for flag in flags.values() if not flag.many] + ['--config', '--help']
+        word = unknown.partition('=')[0]
+        said = word.strip('-').replace('-', ' ')
+        meant = [flag.word for flag in flags.values() if said in flag.help and not flag.many]
+        raise UsageError(no_such('flag', word, known, meant[:3]))
+    before = ['', *words][[*words].index(unknown)]
+    switch = any(before == flag.word for flag in flags.values() if flag.kind is bool)
+    folder = next((word for word in ('--output-dir', '--model') if word[2:].replace('-', '_') in flags), None)
+    hint = f'; a folder is named with {folder}' if folder and os.path.isdir(unknown) else ''
+    raise UsageError(f'{before} takes no value, but got {unknown!r}{hint}' if switch else
+                     f'{unknown!r} belongs to no flag{hint}; --help lists the flags')
+
 # %% ../nbs/28_flags.ipynb #abe8c3a4
 def read_settings(
     parser: Parser,          # from `parser_of`
@@ -234,19 +254,7 @@ def read_settings(
 ) -> dict[str, Any]:  # name -> value, for what was typed or is set in the file
     "Parse the words and the file; the words take precedence."
     typed, unknown = parser.parse_known_intermixed_args(list(words))
-    if unknown and unknown[0].startswith('-'):
-        known = [flag.word for flag in flags.values() if not flag.many] + ['--config', '--help']
-        word = unknown[0].partition('=')[0]
-        said = word.strip('-').replace('-', ' ')
-        meant = [flag.word for flag in flags.values() if said in flag.help and not flag.many]
-        raise UsageError(no_such('flag', word, known, meant[:3]))
-    if unknown:
-        before = ['', *words][[*words].index(unknown[0])]
-        switch = any(before == flag.word for flag in flags.values() if flag.kind is bool)
-        folder = next((word for word in ('--output-dir', '--model') if word[2:].replace('-', '_') in flags), None)
-        hint = f'; a folder is named with {folder}' if folder and os.path.isdir(unknown[0]) else ''
-        raise UsageError(f'{before} takes no value, but got {unknown[0]!r}{hint}' if switch else
-                         f'{unknown[0]!r} belongs to no flag{hint}; --help lists the flags')
+    if unknown: refuse_unknown(unknown[0], flags, words)
     typed = vars(typed)
     path = typed.pop('config', None)
     texts = {name: (flags[name].word, text) for name, text in typed.items()}
