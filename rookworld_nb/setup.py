@@ -360,18 +360,20 @@ def planned_work(
     completions, longest = batches*prompts*config.group_size, min(config.max_new_tokens, run.model.cfg.n_positions - 1)
     whole = whole_answers(config) + [f'reward_fn={name_of(run.reward_fn)}']*(run.reward_fn is not default_reward)
     least = 'at least ' if config.buffer_capacity > 1 or config.drop_tied else ''    # more as the buffer finds it
-    return (f'{config.model} on {device}: {config.steps} updates, {updates} on each of {least}{batches} '
+    work = (f'{config.model} on {device}: {config.steps} updates, {updates} on each of {least}{batches} '
             f'batches of {prompts} prompts x {config.group_size} completions = {least}{completions} completions '
-            f'of up to {longest} tokens' + f', {completions*longest} at most'*(not least)
-            + f'; {prompts_to_draw(run)} to draw from, '
-            f'{len(run.heldout)} held-out positions'
-            + ', of the package and not of --data'*(config.data is not None and len(run.heldout) > 0)
-            + f', each answered {config.eval_samples + 1} times before and after'*(len(run.heldout) > 0)
-            + (f'; whole answers are paid, because of {", ".join(whole)}' if whole else '')
-            + (f'; with each update {config.answer_positions} right A: answers' if config.answer_coef else '')
-            + (f'; {run.trainer.step} are done in {run.folder}' if config.resume else '')
-            + (f'; {run.ranks.size} processes' if run.ranks.size > 1 else '')
-            + ''.join(f'; {typed(name, getattr(config, name))}: {why}' for name, why in warned_flags(config).items()))
+            f'of up to {longest} tokens')
+    if not least: work += f', {completions*longest} at most'
+    asked = f'{prompts_to_draw(run)} to draw from, {len(run.heldout)} held-out positions'
+    if run.heldout and config.data is not None: asked += ', of the package and not of --data'
+    if run.heldout: asked += f', each answered {config.eval_samples + 1} times before and after'
+    clauses = [work, asked]
+    if whole: clauses.append(f'whole answers are paid, because of {", ".join(whole)}')
+    if config.answer_coef: clauses.append(f'with each update {config.answer_positions} right A: answers')
+    if config.resume: clauses.append(f'{run.trainer.step} are done in {run.folder}')
+    if run.ranks.size > 1: clauses.append(f'{run.ranks.size} processes')
+    clauses += [f'{typed(name, getattr(config, name))}: {why}' for name, why in warned_flags(config).items()]
+    return '; '.join(clauses)
 
 # %% ../nbs/30_setup.ipynb #8af690aa
 def trial_run(
