@@ -125,7 +125,8 @@ def whole_shard(
     "Read a shard; a shard is complete or absent, so a bad line in it is damage."
     samples, malformed = read_lines(path)
     if malformed:
-        raise CorpusError('{}, line {}: {}; remove the file, and it is made again'.format(path, *malformed[0]))
+        raise CorpusError('{}, line {}: {}; remove the file, and the rows.npz of the run, which are then made again'
+                          .format(path, *malformed[0]))
     return samples
 
 # %% ../nbs/15_corpus.ipynb #ab80d5aa

@@ -201,7 +201,7 @@ def label_shard(
                 except EngineError as error:
                     failed, silent = [*failed, str(error)], silent + 1
                     if silent == PATIENCE: raise
-                except ValueError as error: bad.append(str(error))
+                except ValueError as error: bad.append(str(error)[:300])
             os.fsync(file.fileno())
         note = {'lines': len(done) + written, 'single': single, 'malformed': len(bad), 'failed': len(failed),
                 'first': [bad[:1], failed[:1]]}

@@ -130,7 +130,7 @@ def lazy_lines(
             try:
                 sample = _sample(text)
             except ValueError as error:
-                complain(number, str(error))
+                complain(number, str(error)[:300])
             else:
                 yield sample
 

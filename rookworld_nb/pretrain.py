@@ -597,7 +597,7 @@ def prepare(
                          config.stockfish_path)
         + make_env_data(folder/name, shards, config.env_shard, seed, config.workers)
         for name, shards, seed, mate_share in (('data', config.shards, config.seed, config.mate_share),
-                                               ('prompts', HELD_SHARDS, config.seed + 1, 0.)))
+                                               ('prompts', HELD_SHARDS, config.seed + 2**32, 0.)))    # of no run's data
     held, rare = [sample for file in held_files for sample in whole_shard(file)], make_stress(held_files)
     write_lines(rare, folder/'stress.txt.gz')
     first = (sample for some in by_task(held).values() for sample in some[:2000])
