@@ -24,8 +24,8 @@ train: .venv/.runtime ## train with the shipped model and positions: make train 
 test: .venv/.$(EXTRAS) ## every test: all notebooks, then tests/ (extra arguments for pytest: ARGS="-k cli")
 	@bash .ci/test $(ARGS)
 
-lab: .venv/.$(EXTRAS) ## open JupyterLab on the notebooks
-	@cd nbs && ../$(BIN)/jupyter lab $(if $(filter 0,$(shell id -u)),--allow-root) $(ARGS)
+lab: .venv/.$(EXTRAS) ## open JupyterLab on the notebooks, as trusted ones: it shows their stored boards
+	@cd nbs && ../$(BIN)/jupyter trust *.ipynb > /dev/null && ../$(BIN)/jupyter lab $(if $(filter 0,$(shell id -u)),--allow-root) $(ARGS)
 
 dev: .venv/.$(EXTRAS) ## install what contributors need
 
