@@ -198,7 +198,7 @@ def gae(
     completion_mask: Tensor,   # (N, T) True up to and including the end token
     gamma: float = 0.99,       # discount per token, 0 to 1
     gae_lambda: float = 0.95,  # 0: trust the critic (one step), 1: trust the rewards (whole rest), 0 to 1
-) -> tuple[Tensor, Tensor]:    # (N, T) advantages, (N, T) targets of the critic; both without grad, 0 where masked
+) -> tuple[Tensor, Tensor]:    # (N, T) advantages, (N, T) targets of the critic; both without grad, 0 after the end
     "Generalised advantage estimation along the tokens of each completion, never across completions."
     for name, value in (('gamma', gamma), ('gae_lambda', gae_lambda)): check_number(name, value, most=1)
     check_shapes(token_rewards=token_rewards, values=values, completion_mask=completion_mask)

@@ -94,9 +94,9 @@ COMPLETION_METRICS = (
 UPDATE_METRICS = (
     Metric('loss', 'policy_loss + kl_loss + entropy_loss + c * value_loss, where they are', '1', 'trainer'),
     Metric('policy_loss', 'mean of -min(w A, clip(w) A)', '1', 'grpo'),
-    Metric('kl_loss', 'kl_coef * KL', '1', 'grpo', optional=True),
-    Metric('entropy_loss', '-entropy_coef * H', '1', 'grpo', optional=True),
-    Metric('kl', 'mean_t w (exp(-d) - 1 + d), or as kl_estimator says', 'nats/token', 'grpo', (0, .15), (-.01, .4),
+    Metric('kl_loss', 'kl_coef * KL, as the loss averages', '1', 'grpo', optional=True),
+    Metric('entropy_loss', '-entropy_coef * H, as the loss averages', '1', 'grpo', optional=True),
+    Metric('kl', 'mean_t w (exp(-d) - 1 + d); kl2, exact: their own', 'nats/token', 'grpo', (0, .15), (-.01, .4),
            'negative, which this KL cannot be: policy and reference are not compared on the same tokens',
            'the policy runs away from the reference: lower the learning rate or raise kl_coef'),
     Metric('kl_5pct', '5th percentile over tokens of the same', 'nats/token', 'grpo'),

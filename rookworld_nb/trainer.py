@@ -45,7 +45,7 @@ class TrainerConfig:
     steps: int = 100                   # optimiser steps of the run; the learning rate schedule ends there
     lr: float = 1e-5                   # highest learning rate
     lr_schedule: str = 'cosine'        # after the warm-up: cosine | linear | constant
-    lr_final: float = 0.1              # share of lr that the last step has, 0 to 1
+    lr_final: float = 0.1              # share of lr that the last step has, 0 to 1 (constant: 1)
     warmup_steps: int = 10             # steps over which the learning rate rises; the first one is above 0
     weight_decay: float = 0.01         # decoupled, on matrices only
     betas: tuple[float, float] = (0.9, 0.95)  # AdamW's memories of the gradient and of its square
