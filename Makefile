@@ -32,8 +32,8 @@ dev: .venv/.$(EXTRAS) ## install what contributors need
 export: .venv/.$(EXTRAS) ## write rookworld_nb/ from the notebooks
 	@bash .ci/export
 
-notebooks: .venv/.$(EXTRAS) ## execute every chapter, store its outputs, clean it
-	@bash .ci/notebooks
+notebooks: .venv/.$(EXTRAS) ## execute every chapter, store its outputs, clean it (one: ARGS=nbs/05_rewards.ipynb)
+	@bash .ci/notebooks $(ARGS)
 
 readme: .venv/.$(EXTRAS) ## write README.md from nbs/index.ipynb
 	@$(BIN)/python .ci/readme
@@ -58,4 +58,4 @@ endef
 
 .venv/.$(EXTRAS): $(PACKAGING) | $(BIN)/python
 	$(call install,[$(EXTRAS)])
-	@touch .venv/.runtime .venv/.dev
+	@touch .venv/.runtime $(if $(findstring dev,$(EXTRAS)),.venv/.dev)

@@ -1,4 +1,4 @@
-"""Packaging: every fact comes from settings.ini, which nbdev reads too."""
+"""Packaging: names, versions and requirements come from settings.ini, which nbdev reads too."""
 from configparser import ConfigParser
 from pathlib import Path
 

@@ -68,7 +68,6 @@ def causal_bias(
     with torch.inference_mode(False):  # the cached tensor must serve training too
         return torch.full((n_queries, n_keys), -math.inf, dtype=dtype, device=device).triu(past+1)
 
-
 # %% ../nbs/00_gpt2.ipynb #785c1bb9
 class SelfAttention(nn.Module):
     'The two matrices of attention, and what happens between them; who sees whom is up to the `attend` it is handed.'

@@ -342,7 +342,7 @@ def ladder_rung(
     raw: float,      # weighted mean of its scores
 ) -> int:            # 0 to 5
     """Count the rungs climbed before the first that is missed."""
-    content = sum(judged.scores[1:])/3 > .5
+    content = sum(judged.scores[1:])/len(judged.scores[1:]) > .5
     rungs = (*judged.rungs, content, raw >= ALL_RIGHT)
     return next((rung for rung, climbed in enumerate(rungs) if not climbed), len(rungs))
 
@@ -399,7 +399,6 @@ class Analyser(Protocol):
         fen: str,  # position, side to move included
     ) -> Sequence[Candidate]:  # moves with evaluations, best first
         """Return the engine's candidates for the side to move, best first."""
-
 
 # %% ../nbs/05_rewards.ipynb #cce6a954
 @lru_cache(maxsize=1024)
