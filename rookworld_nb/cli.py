@@ -636,9 +636,10 @@ def train(
         with suppress(ValueError): known = dataclasses.asdict(run.resumed_config(**config))    # or it is said below
     with torchrun(known.get('rank_timeout', HardwareConfig.rank_timeout), known.get('device', 'auto')) as ranks:
         try:
-            given, config = config, run.resumed_config(**config) if resume else PRESETS[preset](**config)
-            if preset != 'nano' and config == PRESETS['nano'](**given):
+            usual, moved = (dataclasses.asdict(PRESETS[name]()) for name in ('nano', preset))
+            if preset != 'nano' and all(name in config for name in moved if moved[name] != usual[name]):
                 raise UsageError(f'--preset {preset}: of no use, since all it sets is given, by flags or --config')
+            config = run.resumed_config(**config) if resume else PRESETS[preset](**config)
             if not plan:
                 run.train(config, writers, ranks)
                 return

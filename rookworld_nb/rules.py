@@ -151,7 +151,9 @@ class _EngineFailureError(Exception):
 _START_SECONDS = 20.
 
 def _end(process: subprocess.Popen) -> None:    # and its children: of a script, the engine is one, and holds the pipe
-    with suppress(ProcessLookupError, PermissionError): os.killpg(process.pid, signal.SIGKILL)
+    try: os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError: pass
+    except (AttributeError, PermissionError): process.kill()    # Windows knows no groups
 
 class EngineNotFoundError(ValueError):
     "No Stockfish where one is needed."

@@ -964,6 +964,7 @@ def test_a_preset_is_where_flags_start_from(call, tiny, cwd):
     assert get_args(flags_of(cli.train)['preset'].kind) == tuple(PRESETS)
     code, _, said = call('train', '--preset', 'emergency', '--config', 'run/config.json', '--plan')
     assert code == 2 and '--preset emergency: of no use, since all it sets is given' in said
+    assert call('train', '--preset', 'rtx4090', '--model', tiny, '--device', 'cpu', '--micro-batch-size', 12, '--plan')[0] == 0    # of no use to nano's groups
     assert call('train', '--preset', 'emergency', '--output-dir', 'run', '--resume') == (2, [], 'rookworld train: --preset emergency: not with --resume, which goes on with the settings of the run\n')
 
 
