@@ -201,8 +201,10 @@ STYLE_SHEET = f"""<style>
 .rw-status {{font-size: 14px; font-weight: 600; font-variant-numeric: tabular-nums; flex: 1 1 auto}}
 .rw-stop, .rw-pause, .rw-checkpoint {{border-radius: 6px; width: 92px}}
 .rw-checkpoint {{width: 120px}}
-.rw-sliders, .rw-news {{font-size: 12px; color: var(--jp-ui-font-color1, #333)}}
-.rw-sliders .widget-label {{color: inherit}}
+.rw-moves, .rw-news {{font-size: 12px; color: var(--jp-ui-font-color1, #333)}}
+.rw-moves .widget-label {{color: inherit}}
+.rw-moves .rw-said {{width: 110px; text-align: center}}
+.rw-less, .rw-more {{border-radius: 6px; width: 36px}}
 .rw-news .widget-html-content {{font-size: 12px; line-height: 1.4; color: {MUTED}}}
 .rw-pictures .widget-html-content {{display: flex; flex-wrap: wrap; gap: 12px; font-size: 12px}}
 .rw-pictures, .rw-pictures svg {{color: var(--jp-ui-font-color1, #333)}}
@@ -230,52 +232,53 @@ def light_html(
     return f'{dot}<b>{light.colour}</b> &nbsp;{escape(light.reason)}'
 
 # %% ../nbs/25_dashboard.ipynb #85ce0a6a
-LEVERS = {'kl_coef': ('KL weight', -4., 0.), 'lr_scale': ('Learning rate ×', -2., 1.)}  # label, range in powers of ten
+LEVERS = {'kl_coef': ('KL weight', -40, 0), 'lr_scale': ('Learning rate ×', -20, 10)}  # label, 10 log10 of its range
 
 
 class Lever:
-    """A slider for one number of the run, and that number."""
+    """Two buttons for one number of the run, and that number between them."""
     def __init__(
         self,
         name: str,                    # a key of LEVERS
         value: float,                 # what the run has
         on_move: Callable[[], None],  # called when the wished value has changed
     ) -> None:
-        label, low, high = LEVERS[name]
-        self.value, self.on_move, self.said = value, on_move, w.Label()
-        self.slider = w.FloatLogSlider(min=low, max=high, step=.05, description=label, readout=False,
-            continuous_update=False, style={'description_width': '110px'}, layout={'width': '290px'})
+        (label, self.low, self.high), self.on_move = LEVERS[name], on_move
+        self.less, self.more = (w.Button(description=sign, tooltip=f'{label}: {way}')
+                                for sign, way in (('−', 'less'), ('+', 'more')))
+        self.said, self.buttons = w.Label(), (self.less, self.more)
+        self.box = w.HBox([w.Label(label), self.less, self.said, self.more])
+        for kind in ('less', 'said', 'more'): getattr(self, kind).add_class(f'rw-{kind}')
+        self.box.add_class(f'rw-{name}')
+        self.less.on_click(lambda _: self._move(-1))
+        self.more.on_click(lambda _: self._move(1))
         self.follow(value)
-        self.slider.observe(self._moved, 'value')
-        self.slider.add_class(f'rw-{name}')
-        self.box = w.HBox([self.slider, self.said])
 
     @property
     def wish(self) -> float | None:
-        """The value wished for; None where it is what the run has, or the nearest that the slider can show."""
-        low, high = (10**power for power in (self.slider.min, self.slider.max))
-        near = math.isclose(self.slider.value, min(high, max(low, self.value)), rel_tol=1e-6)
-        return None if near else float(f'{self.slider.value:.3g}')
+        """The value wished for; None where it is what the run has."""
+        return float(f'{10**((self.place + self.clicks)/10):.2g}') if self.clicks else None
 
     def follow(
         self,
         value: float,  # what the run has now
     ) -> None:
         """Show another value of the run, where nothing else is wished for."""
-        self.value = value
-        self.slider.value = value
+        tenths = 10*math.log10(value) if value > 0 else self.low
+        self.value, self.clicks, self.place = value, 0, round(min(self.high, max(self.low, tenths)))
         self.said.value = f'{value:.3g}'
 
-    def _moved(self, _: object) -> None:
+    def _move(self, way: int) -> None:
+        self.clicks = min(self.high - self.place, max(self.low - self.place, self.clicks + way))
         self.said.value = f'{self.value:.3g}' if self.wish is None else f'{self.value:.3g} → {self.wish:.3g}'
         self.on_move()
 
 # %% ../nbs/25_dashboard.ipynb #bc2787ce
 class Controls:
-    """Buttons and sliders; what they ask for waits in `wishes`, what was answered is in `answers`."""
+    """Buttons and levers; what they ask for waits in `wishes`, what was answered is in `answers`."""
     def __init__(
         self,
-        levers: Mapping[str, float] = {},  # of the run, keys of LEVERS; a slider for each
+        levers: Mapping[str, float] = {},  # of the run, keys of LEVERS; two buttons for each
     ) -> None:
         self.wishes, self.answers, self.news = deque(), deque(maxlen=3), w.HTML()
         self.stopped = self.paused = self.ended = self.failed = False
@@ -339,16 +342,16 @@ class Face(Controls):
     def __init__(
         self,
         total: int,                        # steps planned
-        levers: Mapping[str, float] = {},  # of the run, keys of LEVERS; a slider for each
+        levers: Mapping[str, float] = {},  # of the run, keys of LEVERS; two buttons for each
     ) -> None:
         super().__init__(levers)
         self.status, self.light, self.pictures, self.samples = w.Label(), *(w.HTML() for _ in range(3))
         self.bar = w.IntProgress(max=total, layout=w.Layout(width='auto'), style={'bar_color': BLUE})
-        self.curves, self.sliders = w.Image(format='png'), w.HBox([lever.box for lever in self.levers.values()])
-        names = ('bar', 'light', 'sliders', 'news', 'curves', 'pictures', 'samples')
+        self.curves, self.moves = w.Image(format='png'), w.HBox([lever.box for lever in self.levers.values()])
+        names = ('bar', 'light', 'moves', 'news', 'curves', 'pictures', 'samples')
         for name in ('status', *names): getattr(self, name).add_class(f'rw-{name}')
         head = w.HBox([self.status, w.HBox([self.pause, self.checkpoint, self.stop])])
-        for row in (head, self.sliders): row.layout = w.Layout(align_items='center', flex_flow='row wrap')
+        for row in (head, self.moves): row.layout = w.Layout(align_items='center', flex_flow='row wrap')
         self.box = w.VBox([w.HTML(STYLE_SHEET), head, *(getattr(self, name) for name in names)])
         self.box.add_class('rw-dashboard')
 
@@ -367,8 +370,8 @@ class Face(Controls):
             self.stop.description = 'Done' if done else halt
             self.stop.button_style = self.stop.icon = ''
             self.bar.style.bar_color = LIGHT_COLOURS['green'] if done else MUTED
-            sliders = [lever.slider for lever in self.levers.values()]
-            for each in (self.stop, self.pause, self.checkpoint, *sliders): each.disabled = True
+            buttons = [button for lever in self.levers.values() for button in lever.buttons]
+            for each in (self.stop, self.pause, self.checkpoint, *buttons): each.disabled = True
 
     def _ipython_display_(self) -> None:  # with a line of text where widgets cannot be shown
         show_box(self.box, f'Dashboard: {self.status.value}')
@@ -382,7 +385,7 @@ class Showing(Face):
         kl_target: float | None = None,  # marked in the KL panel, nats per token
         shown: int = 3,                  # completions in the table
         clock: Callable[[], float] = time.perf_counter,  # time in s
-        levers: Mapping[str, float] = {},  # what can be changed, as the run has it: kl_coef, lr_scale; a slider each
+        levers: Mapping[str, float] = {},  # what can be changed, as the run has it: kl_coef, lr_scale; two buttons each
     ) -> None:
         super().__init__(total_steps, levers)
         self.progress, self.charts, self.shown = Progress(total_steps, clock), Curves(kl_target=kl_target), shown
@@ -413,7 +416,7 @@ class Showing(Face):
 
 # %% ../nbs/25_dashboard.ipynb #68413c3f
 class Dashboard(Showing):
-    """Live curves, light and completions of a run, with buttons and sliders; it sees only numbers and rows."""
+    """Live curves, light and completions of a run, with buttons and levers; it sees only numbers and rows."""
     def update(
         self,
         metrics: Mapping[str, float],  # one optimiser step, by the registry's names; levers too

@@ -316,41 +316,59 @@ def test_buttons_ask_in_order_and_do_nothing_themselves(undrawn):
     assert dash.stopped and not dash.paused
 
 
-@pytest.mark.parametrize('moves, left', [([.05], [('kl_coef', .05)]), ([.05, .1], [('kl_coef', .1)]), ([.05, .02], []), ([9.], [('kl_coef', 1.)])])
-def test_a_slider_leaves_its_last_wish_or_none(moves, left, undrawn):
+def moved(lever, clicks):
+    """The lever after some clicks on its + (or on its −, where they are negative)."""
+    for _ in range(abs(clicks)): (lever.more if clicks > 0 else lever.less).click()
+    return lever
+
+
+@pytest.mark.parametrize('moves, left', [([4], [('kl_coef', .05)]), ([4, 3], [('kl_coef', .1)]), ([-3], [('kl_coef', .01)]), ([4, -4], []),
+                                         ([99], [('kl_coef', 1.)]), ([99, -1], [('kl_coef', .79)]), ([-99], [('kl_coef', 1e-4)])])
+def test_a_lever_leaves_its_last_wish_or_none(moves, left, undrawn):
     dash = Dashboard(total_steps=50, levers={'kl_coef': .02, 'lr_scale': 1.})
-    for value in moves: dash.levers['kl_coef'].slider.value = value
+    for clicks in moves: moved(dash.levers['kl_coef'], clicks)
     assert list(dash.wishes) == left
 
 
-def test_sliders_follow_the_run_but_not_against_a_wish(undrawn):
+def test_a_lever_moves_by_equal_ratios_from_wherever_the_run_is(undrawn):
+    lever, tens = Dashboard(total_steps=50, levers={'lr_scale': 1.}).levers['lr_scale'], []
+    for _ in range(10):
+        lever.follow(moved(lever, 1).wish)    # fulfilled between two clicks
+        tens.append(lever.value)
+    assert tens == [1.3, 1.6, 2, 2.5, 3.2, 4, 5, 6.3, 7.9, 10] and moved(lever, 1).wish is None    # the end of its range
+    for value in (.0281, .0283, .0316, .03162, .099, .1001):
+        lever.follow(value)
+        assert moved(lever, 1).wish > value and moved(lever, -1).wish is None and moved(lever, -1).wish < value
+
+
+def test_levers_follow_the_run_but_not_against_a_wish(undrawn):
     dash = Dashboard(total_steps=50, levers={'kl_coef': .02})
     lever = dash.levers['kl_coef']
     dash.update({'step': 1, 'reward': .5, 'kl_coef': .03})
-    assert lever.slider.value == .03 and lever.said.value == '0.03' and not dash.wishes
-    lever.slider.value = .2
+    assert lever.value == .03 and lever.said.value == '0.03' and not dash.wishes
+    moved(lever, 8)
     dash.update({'step': 2, 'reward': .5, 'kl_coef': .045})
-    assert lever.slider.value == .2 and lever.said.value == '0.03 → 0.2' and list(dash.wishes) == [('kl_coef', .2)]
+    assert lever.said.value == '0.03 → 0.2' and list(dash.wishes) == [('kl_coef', .2)]
 
 
-@pytest.mark.parametrize('value, shown', [(0., 1e-4), (5., 1.)])
-def test_a_value_off_the_slider_is_said_and_not_wished_away(value, shown, undrawn):
+@pytest.mark.parametrize('value, inward, wish', [(0., 1, 1.3e-4), (5., -1, .79)])
+def test_a_value_off_the_scale_is_said_and_not_wished_away(value, inward, wish, undrawn):
     dash = Dashboard(total_steps=50, levers={'kl_coef': value})
-    assert dash.levers['kl_coef'].slider.value == pytest.approx(shown) and dash.levers['kl_coef'].said.value == f'{value:g}'
-    dash.levers['kl_coef'].follow(value)
-    assert not dash.wishes
+    lever = moved(dash.levers['kl_coef'], -inward)
+    assert lever.said.value == f'{value:g}' and not dash.wishes
+    assert moved(lever, inward).wish == wish
 
 
-def test_without_levers_there_is_no_slider_and_the_end_disables_what_there_is(undrawn):
-    assert Dashboard(total_steps=50).sliders.children == ()
+def test_without_levers_there_is_none_to_see_and_the_end_disables_what_there_is(undrawn):
+    assert Dashboard(total_steps=50).moves.children == ()
     dash = Dashboard(total_steps=1, levers={'lr_scale': 1.})
     dash.update(next(simulated_run(1)))
-    assert all(each.disabled for each in (dash.pause, dash.checkpoint, dash.stop, dash.levers['lr_scale'].slider))
+    assert all(each.disabled for each in (dash.pause, dash.checkpoint, dash.stop, *dash.levers['lr_scale'].buttons))
 
 
 def test_listen_hands_wishes_on_and_shows_the_answers(undrawn):
     dash, heard = Dashboard(total_steps=50, levers={'kl_coef': .02}), []
-    dash.levers['kl_coef'].slider.value = .05
+    moved(dash.levers['kl_coef'], 4)
     dash.checkpoint.click()
     assert asyncio.run(dash.listen(lambda *wish: heard.append(wish) or f'<done> {wish[0]}'))
     assert heard == [('kl_coef', .05), ('checkpoint', None)] and not dash.wishes
@@ -424,7 +442,7 @@ def test_shown_as_widgets_or_as_one_line_of_text(monkeypatch, undrawn):
 
 def test_every_part_has_its_class(undrawn):
     dash = Dashboard(total_steps=50)
-    for name in ('status', 'stop', 'pause', 'checkpoint', 'bar', 'light', 'sliders', 'news', 'curves', 'pictures', 'samples'):
+    for name in ('status', 'stop', 'pause', 'checkpoint', 'bar', 'light', 'moves', 'news', 'curves', 'pictures', 'samples'):
         assert f'rw-{name}' in getattr(dash, name)._dom_classes
     assert 'rw-dashboard' in dash.box._dom_classes
 
