@@ -432,7 +432,7 @@ class Chart:
         with rc_context(STYLE):
             self.labels = dress(axes, panel, target)
             self.raw = [axes.plot([], [], color=colour, lw=.8, alpha=.35)[0] for _, _, colour in panel.lines]
-            self.trend = [axes.plot([], [], color=colour)[0] for _, _, colour in panel.lines]
+            self.trend = [axes.plot([], [], color=colour, ms=4)[0] for _, _, colour in panel.lines]
             self.last = axes.plot([], [], 'o', ms=5, mec='white', mew=1, zorder=5, clip_on=False)[0]
 
     def update(
@@ -444,6 +444,8 @@ class Chart:
         for raw, trend, values in zip(self.raw, self.trend, drawn):
             raw.set_data(step, values)
             trend.set_data(step, smooth(values) if self.panel.smooth else values)
+            alone = np.isfinite(values).sum() == 1    # a line of one point is invisible
+            trend.set(marker='o' if alone else '', clip_on=not alone)
         for label, values in zip(self.labels, drawn): label.set_visible(np.isfinite(values).any())
         if self.fill is not None: self.fill.remove()
         edges = [smooth(column(table, name)) for name in self.panel.band or ()]

@@ -254,6 +254,12 @@ def test_the_most_so_far_is_drawn_as_it_is_and_a_reward_as_a_trend():
     assert charts['Memory'].trend[0].get_ydata()[-1] == 1.5 and charts['Reward'].trend[0].get_ydata()[-1] != run['reward'].iloc[-1]
 
 
+def test_a_line_of_one_point_is_a_dot():
+    curves = Curves()
+    def dots(run): return [line.get_marker() for chart in curves.update(pd.DataFrame(run)).charts for line in chart.trend]
+    assert {*dots(rows(1))} == {'o'} and not {*dots(rows(2))} & {'o'}    # the dot goes with the second point
+
+
 def test_a_line_without_values_has_no_name():
     def names(run): return [label.get_text() for label in Curves().update(pd.DataFrame(run)).charts[0].labels if label.get_visible()]
     assert names(rows(5)) == ['mean', 'environment', 'middle half']
