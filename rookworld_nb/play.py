@@ -153,12 +153,16 @@ class Game(Encounter):
 # %% ../nbs/26_play.ipynb #42e14dfc
 BOARD_STYLE = """<style>
 .rw-play {max-width: 1020px}
-.rw-square, .rw-square:hover:enabled {width: 46px; height: 46px; margin: 0; padding: 0; border-radius: 0; border: 0;
+.rw-square, .rw-square:hover:enabled {width: 46px; height: 46px; margin: 0; padding: 0; border: 0;
   font: 36px/46px 'DejaVu Sans', 'Segoe UI Symbol', 'Apple Symbols', sans-serif; box-shadow: none; overflow: hidden}
+.rw-play .rw-square {border-radius: 0; position: relative}
 .rw-square.rw-pale {background: #f0d9b5} .rw-square.rw-dark {background: #b58863}
 .rw-square.rw-last {background: #cdd26a} .rw-square.rw-chosen {background: #7fa650}
 .rw-square.rw-target {box-shadow: inset 0 0 0 4px #7fa650}
 .rw-square.rw-black {color: #111} .rw-square.rw-white {color: #fff; text-shadow: 0 0 2px #000, 0 0 1px #000}
+.rw-square:nth-child(8n+1)::after, .rw-square:nth-child(n+57)::after {content: attr(title); position: absolute;
+  left: 2px; bottom: 1px; font: 9px/1 sans-serif; color: #333; text-shadow: none}
+.rw-play-thought {flex: 1 1 200px; margin-left: 12px}
 .rw-play-thought .widget-html-content {display: flex; flex-wrap: wrap; gap: 14px; font-size: 12px;
   color: var(--jp-ui-font-color1, #333)}
 .rw-play-words {font-weight: 600}
@@ -189,11 +193,11 @@ class BoardFace:
     """The widgets of a board to play on, laid out."""
     def __init__(self) -> None:
         self.squares = {square: w.Button(tooltip=chess.square_name(square)) for square in chess.SQUARES}
-        self.grid = w.GridBox(layout={'grid_template_columns': 'repeat(8, 46px)', 'width': '370px', 'margin': '4px 0'})
+        self.grid = w.GridBox(layout={'grid_template_columns': 'repeat(8, 46px)', 'width': '368px', 'margin': '4px 0'})
         self.words, self.thought = w.Label(), w.HTML()
         self.promotion = w.Dropdown(options=PIECES, description='promote to', layout={'width': '190px'})
         self.white, self.black, self.back = (w.Button(description=text, layout={'width': '118px'})
-                                             for text in ('Play White', 'Play Black', 'Take back'))
+                                             for text in ('New: White', 'New: Black', 'Take back'))
         for name in ('words', 'thought', 'white', 'black', 'back'): getattr(self, name).add_class(f'rw-play-{name}')
         left = w.VBox([self.words, self.grid, w.HBox([self.white, self.black, self.back]), self.promotion])
         self.box = w.VBox([w.HTML(BOARD_STYLE), w.HBox([left, self.thought], layout={'flex_flow': 'row wrap'})])
@@ -297,7 +301,7 @@ class Replay:
         else:
             board = chess.Board(self.thoughts[0].fen)
             for thought in self.thoughts: board.push_uci(thought.move)
-            result = '1/2-1/2' if game_end(board) and not board.is_checkmate() else board.result()
+            result = board.result() if board.is_checkmate() else '1/2-1/2' if game_end(board) else 'not over'
             diagram = Diagram(f'after {ply} plies: {result}', board.fen())
         return replace(diagram, white_below=True)
 

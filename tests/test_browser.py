@@ -222,5 +222,7 @@ def test_a_run_is_steered_left_alone_and_followed_by_a_game(page, lab, tmp_path)
     sync_api.expect(page.locator('.rw-e4')).to_have_text(re.compile('^\u265f'))
     sync_api.expect(page.locator('.rw-e2')).to_have_text(re.compile(r'^\s*$'))
     page.locator('.rw-play-thought svg').nth(1).wait_for()  # what it thought, and where it saw the move lead
+    board, thought = (page.locator(name).bounding_box() for name in ('.rw-play .widget-gridbox', '.rw-play-thought'))
+    assert thought['x'] >= board['x'] + board['width']  # beside the board, not below
     page.screenshot(path=tmp_path/'played.png')
     assert page.errors == []

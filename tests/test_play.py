@@ -315,6 +315,7 @@ def test_the_replay_shows_each_ply_and_the_result():
     assert 'them plays d8h4' in replay.view.value and replay.slider.max == 1 and replay.diagram(0).white_below
     replay.slider.value = 1
     assert 'after 1 plies: 0-1' in replay.view.value
+    assert Replay(play_game(stubborn('e2e4'), stubborn(), max_plies=1)).diagram(1).title == 'after 1 plies: not over'
 
 
 def test_a_reply_that_was_interrupted_comes_with_the_next_click():
