@@ -130,7 +130,7 @@ class Progress:
         return f'Step {last} of {self.total} · {told} · {pace:.2f} s a step · {duration(pace*(self.total-last))} left'
 
 # %% ../nbs/25_dashboard.ipynb #4516f2aa
-TEXTS, TOTALS = ('task', 'prompt', 'completion'), ('reward', 'advantage')  # first and last columns
+TEXTS, TOTALS = ('task', 'prompt', 'completion'), ('reward', 'advantage')  # first columns
 HIDDEN = ('tokens', 'clipped', 'raw', 'target', 'legal_fraction')  # not in the table; legal moves have a curve
 
 
@@ -154,7 +154,7 @@ def samples_html(
     if not len(rows): return ''
     table = pick_rows(pd.DataFrame(rows), count).dropna(axis=1, how='all')
     parts = tuple(name for name in table if name not in TEXTS + HIDDEN + TOTALS)
-    names = [name for name in TEXTS + parts + TOTALS if name in table]
+    names = [name for name in ('task',) + TOTALS + TEXTS[1:] + parts if name in table]
     head = ''.join(f'<th{"" if name in TEXTS else " class=rw-number"}>{escape(name)}</th>' for name in names)
     lines = [''.join(cell_html(name, row[name]) for name in names) for row in table.to_dict('records')]
     body = ''.join(f'<tr>{line}</tr>' for line in lines)
@@ -198,13 +198,15 @@ def histogram_svg(
 STYLE_SHEET = f"""<style>
 .rw-dashboard {{border: 1px solid var(--jp-border-color2, #ddd); border-radius: 8px; padding: 10px 14px;
   max-width: 1020px}}
-.rw-status {{font-size: 14px; font-weight: 600; font-variant-numeric: tabular-nums; flex: 1 1 auto}}
+.rw-dashboard .rw-status {{font-size: 14px; font-weight: 600; font-variant-numeric: tabular-nums; flex: 1 1 200px;
+  margin-left: 12px;   white-space: normal; height: auto; line-height: 1.4}}
 .rw-stop, .rw-pause, .rw-checkpoint {{border-radius: 6px; width: 92px}}
 .rw-checkpoint {{width: 120px}}
 .rw-moves, .rw-news {{font-size: 12px; color: var(--jp-ui-font-color1, #333)}}
 .rw-moves .widget-label {{color: inherit}}
-.rw-moves .rw-said {{width: 110px; text-align: center}}
+.rw-moves .rw-said {{width: 110px; margin-left: 8px}}
 .rw-less, .rw-more {{border-radius: 6px; width: 36px}}
+.rw-news {{min-height: 51px}}
 .rw-news .widget-html-content {{font-size: 12px; line-height: 1.4; color: {MUTED}}}
 .rw-pictures .widget-html-content {{display: flex; flex-wrap: wrap; gap: 12px; font-size: 12px}}
 .rw-pictures, .rw-pictures svg {{color: var(--jp-ui-font-color1, #333)}}
@@ -213,7 +215,7 @@ STYLE_SHEET = f"""<style>
 .rw-light, .rw-light .widget-html-content {{font-size: 13px; line-height: 1.4; color: var(--jp-ui-font-color1, #333)}}
 .rw-dot {{display: inline-block; width: 11px; height: 11px; border-radius: 50%; margin-right: 7px;
   vertical-align: -1px}}
-.rw-curves {{max-width: 100%; height: auto; background: white; border-radius: 6px; margin: 6px 0}}
+.rw-curves {{max-width: 100%; min-width: 640px; height: auto; background: white; border-radius: 6px; margin: 6px 0}}
 .rw-samples {{overflow-x: auto}}
 .rw-samples table {{border-collapse: collapse; width: 100%; font-size: 12px; line-height: 1.35}}
 .rw-samples th {{text-align: left; font-weight: 500; color: {MUTED}; padding: 3px 8px; white-space: nowrap}}
@@ -236,7 +238,7 @@ LEVERS = {'kl_coef': ('KL weight', -40, 0), 'lr_scale': ('Learning rate ×', -20
 
 
 class Lever:
-    """Two buttons for one number of the run, and that number between them."""
+    """Two buttons for one number of the run, and that number beside them."""
     def __init__(
         self,
         name: str,                    # a key of LEVERS
@@ -244,10 +246,9 @@ class Lever:
         on_move: Callable[[], None],  # called when the wished value has changed
     ) -> None:
         (label, self.low, self.high), self.on_move = LEVERS[name], on_move
-        self.less, self.more = (w.Button(description=sign, tooltip=f'{label}: {way}')
-                                for sign, way in (('−', 'less'), ('+', 'more')))
-        self.said, self.buttons = w.Label(), (self.less, self.more)
-        self.box = w.HBox([w.Label(label), self.less, self.said, self.more])
+        self.buttons = self.less, self.more = [w.Button(description=sign, tooltip=f'{label} {sign}') for sign in '−+']
+        self.said = w.Label()
+        self.box = w.HBox([w.Label(label), *self.buttons, self.said])
         for kind in ('less', 'said', 'more'): getattr(self, kind).add_class(f'rw-{kind}')
         self.box.add_class(f'rw-{name}')
         self.less.on_click(lambda _: self._move(-1))
@@ -348,9 +349,9 @@ class Face(Controls):
         self.status, self.light, self.pictures, self.samples = w.Label(), *(w.HTML() for _ in range(3))
         self.bar = w.IntProgress(max=total, layout=w.Layout(width='auto'), style={'bar_color': BLUE})
         self.curves, self.moves = w.Image(format='png'), w.HBox([lever.box for lever in self.levers.values()])
-        names = ('bar', 'light', 'moves', 'news', 'curves', 'pictures', 'samples')
-        for name in ('status', *names): getattr(self, name).add_class(f'rw-{name}')
-        head = w.HBox([self.status, w.HBox([self.pause, self.checkpoint, self.stop])])
+        self.chart, names = w.Box([self.curves]), ('bar', 'light', 'moves', 'news', 'chart', 'pictures', 'samples')
+        for name in ('status', 'curves', *names): getattr(self, name).add_class(f'rw-{name}')
+        head = w.HBox([w.HBox([self.pause, self.checkpoint, self.stop]), self.status])
         for row in (head, self.moves): row.layout = w.Layout(align_items='center', flex_flow='row wrap')
         self.box = w.VBox([w.HTML(STYLE_SHEET), head, *(getattr(self, name) for name in names)])
         self.box.add_class('rw-dashboard')
