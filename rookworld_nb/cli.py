@@ -462,9 +462,8 @@ def suite_openings(
     from rookworld_nb.suites import stockfish_opponent
     if not {'selfplay', 'stockfish'} & {*suite}: return []
     # first those that no other line passes through: from both a greedy player would play the same game
-    passed = {name for name, line in OPENINGS.items() if sum(other.startswith(line) for other in OPENINGS.values()) > 1}
-    positions = sorted(opening_positions(), key=lambda opening: opening.name not in {*OPENINGS} - passed)
-    openings = [position.fen for position in positions]
+    ends = {name for name, line in OPENINGS.items() if sum(other.startswith(line) for other in OPENINGS.values()) == 1}
+    openings = [each.fen for each in sorted(opening_positions(), key=lambda each: each.name not in ends)]
     if games % 2 or not 2 <= games <= len(openings):
         most = len(openings)//2*2
         raise UsageError(f'--games {games}: must be even, 2 to {most}; there are {len(openings)} openings')
@@ -627,6 +626,9 @@ def train(
     from rookworld_nb.setup import planned_work
     if (resume := config.get('resume')) and preset != 'nano':
         raise UsageError(f'--preset {preset}: not with --resume, which goes on with the settings of the run')
+    usual, moved = (dataclasses.asdict(PRESETS[name]()) for name in ('nano', preset))
+    if preset != 'nano' and all(name in config for name in moved if moved[name] != usual[name]):
+        raise UsageError(f'--preset {preset}: of no use, since all it sets is given, by flags or --config')
     for asked, writer in ((tensorboard, TensorBoardWriter), (wandb, WandbWriter)):
         if asked: optional_module(*writer.NEEDS)    # what is missing is said before there is a folder
     writers = [lambda folder, _: TensorBoardWriter(folder/'tensorboard')] if tensorboard else []
@@ -636,9 +638,6 @@ def train(
         with suppress(ValueError): known = dataclasses.asdict(run.resumed_config(**config))    # or it is said below
     with torchrun(known.get('rank_timeout', HardwareConfig.rank_timeout), known.get('device', 'auto')) as ranks:
         try:
-            usual, moved = (dataclasses.asdict(PRESETS[name]()) for name in ('nano', preset))
-            if preset != 'nano' and all(name in config for name in moved if moved[name] != usual[name]):
-                raise UsageError(f'--preset {preset}: of no use, since all it sets is given, by flags or --config')
             config = run.resumed_config(**config) if resume else PRESETS[preset](**config)
             if not plan:
                 run.train(config, writers, ranks)

@@ -199,7 +199,7 @@ STYLE_SHEET = f"""<style>
 .rw-dashboard {{border: 1px solid var(--jp-border-color2, #ddd); border-radius: 8px; padding: 10px 14px;
   max-width: 1020px}}
 .rw-dashboard .rw-status {{font-size: 14px; font-weight: 600; font-variant-numeric: tabular-nums; flex: 1 1 200px;
-  margin-left: 12px;   white-space: normal; height: auto; line-height: 1.4}}
+  margin-left: 12px; white-space: normal; height: auto; line-height: 1.4}}
 .rw-stop, .rw-pause, .rw-checkpoint {{border-radius: 6px; width: 92px}}
 .rw-checkpoint {{width: 120px}}
 .rw-moves, .rw-news {{font-size: 12px; color: var(--jp-ui-font-color1, #333)}}

@@ -150,7 +150,7 @@ class _EngineFailureError(Exception):
 
 _START_SECONDS = 20.
 
-def _end(process: subprocess.Popen) -> None:    # and its children: of a script, the engine is one, and holds the pipe
+def _kill_group(process: subprocess.Popen) -> None:    # a script's child may be the engine, and hold the pipe
     try: os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError: pass
     except (AttributeError, PermissionError): process.kill()    # Windows knows no groups
@@ -199,7 +199,7 @@ class _EngineProcess:
 
     def _watch(self) -> None:  # one thread for all answers: to start one for each costs more than a short search
         while self._popen.poll() is None:
-            if (left := self._due - time.monotonic()) <= 0: _end(self._popen)
+            if (left := self._due - time.monotonic()) <= 0: _kill_group(self._popen)
             time.sleep(min(max(left, .002), .05))
 
     def ask(self, commands: Sequence[str], last_word: str, seconds: float | None = None) -> Iterator[str]:
@@ -214,7 +214,7 @@ class _EngineProcess:
         finally: self._due = math.inf
 
     def kill(self) -> None:
-        _end(self._popen)
+        _kill_group(self._popen)
         self._popen.wait()
         for pipe in (self._popen.stdin, self._popen.stdout):
             with suppress(OSError): pipe.close()   # commands that a dead engine never read
