@@ -238,7 +238,7 @@ def score(
     nodes: int | None = None,            # Stockfish's search limit per position, with --engine; none: 10,000 nodes
     stockfish_path: str | None = None,   # the executable; none looks for it
 ) -> None:
-    "Write the same lines in the same order with reward and components."
+    "Score completions: JSON lines in, the same lines in the same order out, with reward and components."
     from rookworld_nb.rewards import RewardConfig, RewardScorer
     from rookworld_nb.rules import LABEL_NODES, Stockfish
     settings, asks = RewardConfig(**config), engine or stockfish_path is not None
@@ -290,7 +290,7 @@ def positions_of(
         fen = fen_in(line)
         try: wanted[fen] = wanted.get(fen) or count_moves(fen)
         except ValueError as error:
-            ways = f'; a file goes in with `< {line}`, or with `--input {line} --output FILE`'
+            ways = f'; a file of positions goes in with `< {line}`, or with `--input {line} --output FILE`'
             hint = ways if os.path.isfile(line) else ''
             raise UsageError(f'{place} {number}: {str(error)[:300]}{hint}') from None
     return wanted

@@ -45,7 +45,7 @@ from .flags import as_text, words_of
 from .monitor import (
     BAND, BLUE, COLOURS, FAINT, INK, LIGHT_COLOURS, MUTED, ORANGE, STYLE, Curves, Light, Panel, Picture, column, dress,
     gravest, lights, metric_for, numbers_of, palette_png, plot_curves)
-from .monitor import rewarded_tasks, view_limits
+from .monitor import TEXT_COLOURS, rewarded_tasks, view_limits
 from .positions import spread
 from .records import TABLE_COLUMNS, metric_rows, plain, read_completions, write_atomic
 from .rewards import default_reward
@@ -89,7 +89,7 @@ class RunData:
     rows: list[dict[str, float]]  # one an optimiser step
     config: dict[str, Any]        # config.json; empty where there is none
     summary: dict[str, Any]       # summary.json; empty where the run was not evaluated
-    origin: dict[str, Any]        # origin.json; empty where there is none
+    origin: dict[str, Any]        # origin.json; empty where `train` has not made the run
     events: list[dict[str, Any]]  # events.jsonl; empty where nobody touched the run
     tables: dict[int, Path]       # step -> table of completions, steps ascending
 
@@ -132,7 +132,8 @@ def read_run(
     if rows and not any('loss' in row for row in rows):
         raise ReportError(f'{folder} is not the run folder of a training with GRPO: its metrics.jsonl has no loss')
     found = {path.stem.removeprefix('step-'): path for path in folder.glob('completions/step-*.csv')}
-    tables = {int(step): found[step] for step in sorted(filter(str.isdecimal, found), key=int)}
+    last = rows[-1]['step'] if rows else math.inf    # a later table is of an earlier run in this folder
+    tables = {int(step): found[step] for step in sorted(filter(str.isdecimal, found), key=int) if int(step) <= last}
     objects = [read_object(folder/f'{name}.json', ReportError) for name in ('config', 'summary', 'origin')]
     return RunData(folder, rows, *objects, read_events(folder), tables)
 
@@ -150,6 +151,7 @@ def ending(
         return str(run.summary['stop_reason'])
     if run.done == run.config.get('steps'):
         return f'all {run.done} steps are logged, and no evaluation followed'
+    if run.summary and steps == run.done: return f'the loop was left after step {run.done}'
     return f'the log ends at step {run.done} without an evaluation: the run goes on, was stopped or was killed'
 
 # %% ../nbs/32_report.ipynb #a839a221
@@ -267,7 +269,8 @@ def plot_differences(
                 flat = ~(rows['standard_error'] > 0).to_numpy()    # no spread
                 hollow = {'ms': 5, 'color': colour, 'mfc': 'white', 'zorder': 3}
                 axes.plot(rows['difference'][flat], np.array(places)[flat], 'o', **hollow)
-                axes.text(.62 + .22*i, 1.05, temperature_name(each), color=colour, transform=axes.transAxes, fontsize=8)
+                word = dict(color=TEXT_COLOURS.get(colour, colour), transform=axes.transAxes, fontsize=8)
+                axes.text(.62 + .22*i, 1.05, temperature_name(each), **word)
             axes.axvline(0, color=MUTED, lw=1, zorder=0)
             axes.grid(axis='x', color=FAINT)
             axes.grid(visible=False, axis='y')
@@ -297,7 +300,8 @@ def plot_bands(
             axes.plot(step, mean, color=BLUE, lw=1.2)
             axes.set_xlabel('step')
         for x, label, colour in ((.02, 'mean', BLUE), (.12, words, BAND)):
-            axes.text(x, .97, label, color=colour, transform=axes.transAxes, va='top', fontsize=8)
+            dark = TEXT_COLOURS.get(colour, colour)
+            axes.text(x, .97, label, color=dark, transform=axes.transAxes, va='top', fontsize=8)
         axes.set_ylim(*view_limits([mean, low, high], (0, 0)))
         axes.set_xlim(step[0], max(step[-1], step[0] + 1))
     return figure
@@ -839,9 +843,11 @@ def settings_section(
     "Settings and the command line."
     if not run.config:
         return None
+    whole = [[name, as_text(value)] for name, value in run.config.items()]
+    if not run.origin:    # no run of `train`, whose defaults and command mean nothing here
+        return section('Settings', table_of(['setting', 'value'], whole))
     changed = [[element('b', name), as_text(value), default_words(name)]
                for name, value in changed_settings(run.config).items()]
-    whole = [[name, as_text(value)] for name, value in run.config.items()]
     differing = table_of(['setting', 'value', 'default'], changed) if changed else element('p', 'All are the defaults.')
     note = 'the same seed on the same kind of machine gives the same numbers, unless the run was made longer.'
     if run.events: note = 'this run was steered by hand, and the command repeats it without that.'

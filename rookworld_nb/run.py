@@ -8,8 +8,8 @@ __all__ = ['logger', 'ENDINGS', 'SHOWN', 'WRITER', 'origin_of', 'machine_of', 'r
            'interrupted_afterwards', 'terminated_as_interrupted', 'make_folder', 'alone_in', 'check_settled',
            'check_current', 'alone_and_current', 'writer_of', 'starting_config', 'Run', 'save_failed', 'next_row',
            'write_events', 'is_event', 'read_events', 'levers', 'move_lever', 'steer', 'cost_of', 'run_summary',
-           'finish', 'first_update_line', 'room_in_words', 'examined', 'cut_off_line', 'cache_words', 'follow',
-           'closing_table', 'made_writer', 'train']
+           'finish', 'first_update_line', 'room_in_words', 'kept_table', 'examined', 'cut_off_line', 'cache_words',
+           'follow', 'closing_table', 'made_writer', 'train']
 
 # %% ../nbs/31_run.ipynb #c51d5da5
 import gzip
@@ -582,13 +582,21 @@ def room_in_words(
                        f'rookworld batch-size measures what fits{resume}') from error
 
 # %% ../nbs/31_run.ipynb #32cc4ada
+def kept_table(
+    run: Run,   # in whose folder it is
+    when: str,  # before | after
+) -> Path:
+    "Where the answers of an evaluation are kept."
+    return run.folder/'evaluation'/f'{when}.csv.gz'
+
+
 def examined(
     run: Run,                  # alone in its folder
     when: str,                 # before | after
     model: GPT | None = None,  # None: the policy
 ) -> pd.DataFrame:             # of `examine`
     "Examine, and keep the table in evaluation/; a run that goes on reads the one made before its first update."
-    path, table = run.folder/'evaluation'/f'{when}.csv.gz', None
+    path, table = kept_table(run, when), None
     if run.ranks.first and when == 'before' and path.exists(): table = read_completions(path)
     if (found := run.ranks.gather(table)[0]) is not None: return found
     table = examine(run, model)
@@ -657,7 +665,7 @@ def closing_table(
     return shown[columns].to_string(index=False, na_rep='-', float_format='{:.3f}'.format)
 
 # %% ../nbs/31_run.ipynb #4f6be0a7
-WRITER = 'each is called with the run folder and the configuration, and returns what has the methods log and close'
+WRITER = 'each is called with the run folder and its settings, a dict, and returns what has the methods log and close'
 
 
 def made_writer(
@@ -673,7 +681,7 @@ def made_writer(
 
 def train(
     config: TrainConfig = TrainConfig(),  # what to do
-    writers: Sequence[Callable] = (),     # (run folder, configuration) -> what takes each row: `log`, `close`
+    writers: Sequence[Callable] = (),     # (run folder, dict of settings) -> what takes each row: `log`, `close`
     ranks: Ranks = ALONE,                 # the processes that do it together; the first of them writes and speaks
     reward_fn: Callable[..., Iterable[float]] = default_reward,  # prompts, answers, scores -> a reward of your own
 ) -> pd.DataFrame:  # the before/after table; the run itself is in config.output_dir
@@ -686,7 +694,8 @@ def train(
         stack.enter_context(alone_and_current(run))    # an unwritable folder is refused before the evaluation
         others = [stack.enter_context(closing(made_writer(make, run))) for make in writers if ranks.first]
         if run.heldout:
-            say(f'Evaluating {len(run.heldout)} held-out positions before the first update')
+            if not kept_table(run, 'before').exists():
+                say(f'Evaluating {len(run.heldout)} held-out positions before the first update')
             before = examined(run, 'before', run.reference)
         follow(run, others, say)
         if not run.heldout: return finish(run)

@@ -204,7 +204,7 @@ def try_reward(
     heldout: Sequence[Sample],  # of the examinations
     samples: Sequence[Sample],  # to train on
 ) -> None:
-    "Try a custom reward on right answers of each task, and on empty ones, so that what is wrong is found at once."
+    "Try a custom reward on right answers of each task, empty ones and a move that is none: errors are found at once."
     if reward_fn is default_reward: return
     wanted = 'prompts', 'completions', 'components'
     why = 'a scorer has targets in their place' if isinstance(reward_fn, RewardScorer) else refusal(reward_fn, wanted)
@@ -213,7 +213,7 @@ def try_reward(
     asked = [*heldout, *(sample for sample in samples if sample.task != never)]
     known = by_task(sample for sample in asked if sample.completion)
     rows = [(sample.prompt, answer, sample.completion) for some in known.values() for sample in some[:16]
-            for answer in (sample.completion, '')]
+            for answer in (sample.completion, '', ' M: a1a1 E: 0.0 B: a1a1')]
     if rows: RewardScorer(config.rewards, reward_fn=reward_fn)(*zip(*rows))
 
 # %% ../nbs/30_setup.ipynb #6f5a0e3f

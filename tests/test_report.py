@@ -50,6 +50,7 @@ def write_run(folder: Path, config: object = CONFIG, steps: int = STEPS, tables:
     "A run folder as training leaves it."
     with RunWriter(folder) as writer:
         write_json(folder/'config.json', config)
+        write_json(folder/'origin.json', {'reward_fn': 'default_reward'})
         for row in simulated_run(steps, collapse_at=collapse_at):
             first = {'ratio_max': 1., 'kl': 0., 'clip_ratio/region_mean': 0.} if row['step'] == 1 else {}
             writer.log(row | first | {'time': START + 60*row['step'], 'rewards/P_best/mean': .5, 'rewards/A_fen/mean': .25})
