@@ -33,7 +33,9 @@ def test_a_run_is_trained_continued_and_reported(run_snippet, monkeypatch, capsy
         config if config.resume else replace(small, steps=config.steps, output_dir=config.output_dir)))
     table = run_snippet('train(TrainConfig(')['table']
     assert {'before', 'after', 'standard_error'} <= {*table} and list(read_metrics('runs/mine')['step']) == [*range(1, 31)]
-    page = capsys.readouterr().out.splitlines()[-1]
+    said = capsys.readouterr().out
+    assert said.count('held-out positions before the first update') == 1    # a run that goes on reads what is kept
+    page = said.splitlines()[-1]
     assert page == 'runs/mine/report.html' and Path(page).stat().st_size > 10_000
 
 

@@ -449,12 +449,28 @@ def test_endings(tmp_path):
     assert ending(run(summary={'stop_reason': 'diverged at step 2', 'steps': 2})) == 'diverged at step 2'
     assert 'was killed' in ending(run(config={'steps': 9}, summary={'stop_reason': 'all 1 steps are done', 'steps': 1}))
     assert 'was killed' in ending(run(config={'steps': 9}, summary={'stop_reason': 'all 9 steps are done', 'steps': 9}))    # and gone back
+    assert ending(run(config={'steps': 9}, summary={'stop_reason': '', 'steps': 2})) == 'the loop was left after step 2'
 
 
 def test_an_evaluation_that_the_run_has_left_behind_says_so(tmp_path):
     folder = write_run(tmp_path/'run', tables=())
     write_json(folder/'summary.json', {'stop_reason': 'all 8 steps are done', 'steps': 8, 'comparison': COMPARISON})
     assert 'Evaluated after step 8; the log ends at step 12' in page_of(folder).text
+
+
+def test_what_an_earlier_run_left_in_the_folder_is_not_shown(tmp_path):
+    folder = write_run(tmp_path/'run', tables=(1, 5, 9, 13, 40))
+    assert STEPS == 12 and list(read_run(folder).tables) == [1, 5, 9]
+    (folder/'metrics.jsonl').write_text('')
+    assert list(read_run(folder).tables) == [1, 5, 9, 13, 40]
+
+
+def test_a_run_that_train_has_not_made_has_no_command_of_train(tmp_path):
+    folder = write_run(tmp_path/'run', {'lr': 1e-3, 'model': 'sorter'}, tables=())
+    assert 'rookworld train' in page_of(folder).text
+    (folder/'origin.json').unlink()
+    text = page_of(folder).text
+    assert 'rookworld train' not in text and 'sorter' in text and 'default' not in text.partition('Settings')[2]
 
 
 def test_updates_that_were_left_out_are_counted(tmp_path):

@@ -898,8 +898,17 @@ def test_a_reward_is_tried_on_the_tasks_that_it_will_be_asked_about(tmp_path, ch
 
 def test_a_reward_that_takes_the_table_for_targets_is_refused_at_once(tmp_path):
     def exact(prompts, completions, targets): return [float(a == b) for a, b in zip(completions, targets)]
-    with pytest.raises(ValueError, match='a number for each of 32 answers is needed'):
+    with pytest.raises(ValueError, match='a number for each of 48 answers is needed'):
         Run(replace(TINY, mix_env_ratio=0., answer_coef=0., answer_positions=64, model='none', output_dir=str(tmp_path/'run')), reward_fn=exact)
+
+
+def test_a_reward_is_tried_on_a_move_that_no_board_allows(tmp_path):
+    def captures(prompts, completions, components):
+        best = [read_policy(text).best for text in completions]
+        return [float(move is not None and chess.Board(read_prompt(prompt).fen).is_capture(chess.Move.from_uci(move))) for prompt, move in zip(prompts, best)]
+    with pytest.raises(ValueError, match='a1a1'):
+        Run(replace(TINY, mix_env_ratio=0., answer_coef=0., answer_positions=64, model='none', output_dir=str(tmp_path/'run')), reward_fn=captures)
+    assert not (tmp_path/'run').exists()
 
 
 def test_a_run_with_a_reward_of_its_own_goes_on_with_nothing_else(tmp_path):
@@ -970,16 +979,16 @@ def test_there_is_no_checkpoint_of_a_run_that_has_not_begun(tmp_path):
 
 
 def test_a_reward_that_is_no_number_is_refused_before_anything_is_learned(tmp_path):
-    """What is seen at right and at empty answers of each task is said before the model is loaded; the rest before it is learned from."""
+    """What is seen at right answers of each task, at empty ones and at a move that is none is said before the model is loaded; the rest before it is learned from."""
     config = replace(TINY, mix_env_ratio=.5, model=str(tmp_path/'none'), output_dir=str(tmp_path/'run'))
-    with pytest.raises(ValueError, match=r'of 32 of 64 answers is not finite \(in float32\), the first is nan for an answer to A:'):
+    with pytest.raises(ValueError, match=r'of 48 of 96 answers is not finite \(in float32\), the first is nan for an answer to A:'):
         Run(config, reward_fn=lambda prompts, texts, components: components['best'])
-    with pytest.raises(ValueError, match=r'of 64 of 64 answers is not finite \(in float32\), the first is 1e\+39'):
+    with pytest.raises(ValueError, match=r'of 96 of 96 answers is not finite \(in float32\), the first is 1e\+39'):
         Run(config, reward_fn=lambda prompts, texts, components: [1e39]*len(texts))
     rows = []
     def late(prompts, texts, components):
         rows.extend(texts)
-        return [math.nan if len(rows) > 64 else 1.]*len(texts)
+        return [math.nan if len(rows) > 96 else 1.]*len(texts)
     run = Run(replace(config, model='nano'), reward_fn=late)
     with pytest.raises(ValueError, match=r'is not finite \(in float32\), the first is nan for an answer to P:'): next(run.steps())
     assert run.trainer.step == 0
