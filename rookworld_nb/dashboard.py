@@ -207,7 +207,7 @@ STYLE_SHEET = f"""<style>
 .rw-moves .rw-said {{width: 110px; margin-left: 8px}}
 .rw-less, .rw-more {{border-radius: 6px; width: 36px}}
 .rw-news {{min-height: 51px}}
-.rw-news .widget-html-content {{font-size: 12px; line-height: 1.4; color: {MUTED}}}
+.rw-news .widget-html-content {{font-size: 12px; line-height: 1.4; color: var(--jp-ui-font-color2, {MUTED})}}
 .rw-pictures .widget-html-content {{display: flex; flex-wrap: wrap; gap: 12px; font-size: 12px}}
 .rw-pictures, .rw-pictures svg {{color: var(--jp-ui-font-color1, #333)}}
 .rw-bar {{height: 8px; margin: 0 2px 4px 2px}}
@@ -218,7 +218,7 @@ STYLE_SHEET = f"""<style>
 .rw-curves {{max-width: 100%; min-width: 640px; height: auto; background: white; border-radius: 6px; margin: 6px 0}}
 .rw-samples {{overflow-x: auto}}
 .rw-samples table {{border-collapse: collapse; width: 100%; font-size: 12px; line-height: 1.35}}
-.rw-samples th {{text-align: left; font-weight: 500; color: {MUTED}; padding: 3px 8px; white-space: nowrap}}
+.rw-samples th {{text-align: left; font-weight: 500; color: var(--jp-ui-font-color2, {MUTED}); padding: 3px 8px; white-space: nowrap}}
 .rw-samples td {{padding: 5px 8px; vertical-align: top; border-top: 1px solid var(--jp-border-color2, #ddd)}}
 .rw-samples .rw-prompt, .rw-samples .rw-completion {{font-family: var(--jp-code-font-family, monospace);
   font-size: 11px; overflow-wrap: anywhere; min-width: 150px}}

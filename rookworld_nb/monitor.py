@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['Range', 'TOLERANCE', 'REWARD_METRICS', 'COMPLETION_METRICS', 'UPDATE_METRICS', 'RUN_METRICS', 'METRICS', 'COLOURS',
-           'INK', 'MUTED', 'FAINT', 'BLUE', 'ORANGE', 'BAND', 'TEXT_COLOURS', 'LIGHT_COLOURS', 'STYLE', 'PANELS',
-           'MetricError', 'Metric', 'registry', 'name_pattern', 'metric_for', 'range_text', 'Light', 'light_of',
-           'numbers_of', 'lights', 'gravest', 'overall', 'simulated_run', 'palette_png', 'Picture', 'Panel', 'column',
+           'INK', 'MUTED', 'FAINT', 'BLUE', 'ORANGE', 'BAND', 'DARK', 'LIGHT_COLOURS', 'STYLE', 'PANELS', 'MetricError',
+           'Metric', 'registry', 'name_pattern', 'metric_for', 'range_text', 'Light', 'light_of', 'numbers_of',
+           'lights', 'gravest', 'overall', 'simulated_run', 'text_colour', 'palette_png', 'Picture', 'Panel', 'column',
            'smooth', 'view_limits', 'dress', 'Chart', 'Curves', 'plot_curves', 'values_of', 'console_line',
            'rewarded_tasks', 'task_means', 'health_report']
 
@@ -299,7 +299,7 @@ def simulated_run(
 
 # %% ../nbs/20_monitor.ipynb #6b406949
 INK, MUTED, FAINT, BLUE, ORANGE, BAND = '#1f2933', '#66727f', '#e4e7eb', '#2563a8', '#d9822b', '#7ea3cc'
-TEXT_COLOURS = {ORANGE: '#8a4d0c', BAND: '#3d6796'}    # of words about what has these colours: dark enough to read
+DARK = {ORANGE: '#8a4d0c', BAND: '#3d6796'}    # what words need to be read where lines do not
 LIGHT_COLOURS = {'green': '#2f855a', 'yellow': '#d69e2e', 'red': '#c53030'}
 STYLE = {'font.size': 8.5, 'text.color': INK, 'axes.labelcolor': MUTED, 'axes.edgecolor': FAINT, 'axes.linewidth': .8,
          'axes.spines.top': False, 'axes.spines.right': False, 'axes.spines.left': False, 'axes.titlesize': 9.5,
@@ -308,6 +308,13 @@ STYLE = {'font.size': 8.5, 'text.color': INK, 'axes.labelcolor': MUTED, 'axes.ed
          'xtick.major.size': 0, 'ytick.major.size': 0, 'xtick.labelsize': 8, 'ytick.labelsize': 8,
          'lines.linewidth': 1.7, 'lines.solid_capstyle': 'round', 'figure.facecolor': 'white', 'figure.dpi': 100,
          'savefig.dpi': 'figure'}
+
+
+def text_colour(
+    colour: str,  # of a line or a band
+) -> str:         # the same, or darker
+    """The colour of words about what is drawn in a colour."""
+    return DARK.get(colour, colour)
 
 # %% ../nbs/20_monitor.ipynb #6aa8baa3
 def palette_png(
@@ -409,15 +416,15 @@ def dress(
     axes.set_title(panel.title, loc='left')
     axes.set_title(panel.unit, color=MUTED, **small)
     if (judged := metric_for(panel.judged)) and judged.healthy:
-        axes.set_title(f'healthy {range_text(judged)} {panel.unit}', color='#276749', **small)
+        axes.set_title(f'healthy {range_text(judged)} {panel.unit}', color=green, **small)
         axes.axhspan(*np.clip(judged.healthy, -1e9, 1e9), color=green, alpha=.18, lw=0, zorder=0)
     if target is not None: axes.axhline(target, color=MUTED, lw=1, ls=(0, (4, 3)), zorder=1)
     axes.yaxis.set_major_locator(MaxNLocator(4))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f'{y/1000:g}k' if abs(y) >= 1000 else f'{y:.4g}'))
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
     labels = [(label, colour) for _, label, colour in panel.lines] + ([('middle half', BAND)] if panel.band else [])
-    return [axes.text(.02 + .33*i, .97, label, color=TEXT_COLOURS.get(colour, colour), transform=axes.transAxes, va='top',
-                      fontsize=8, zorder=6) for i, (label, colour) in enumerate(labels if len(labels) > 1 else [])]
+    return [axes.text(.02 + .33*i, .97, label, color=text_colour(colour), transform=axes.transAxes, va='top', fontsize=8,
+                      zorder=6) for i, (label, colour) in enumerate(labels if len(labels) > 1 else [])]
 
 # %% ../nbs/20_monitor.ipynb #ca2d9a70
 class Chart:

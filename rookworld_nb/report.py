@@ -45,7 +45,7 @@ from .flags import as_text, words_of
 from .monitor import (
     BAND, BLUE, COLOURS, FAINT, INK, LIGHT_COLOURS, MUTED, ORANGE, STYLE, Curves, Light, Panel, Picture, column, dress,
     gravest, lights, metric_for, numbers_of, palette_png, plot_curves)
-from .monitor import TEXT_COLOURS, rewarded_tasks, view_limits
+from .monitor import rewarded_tasks, text_colour, view_limits
 from .positions import spread
 from .records import TABLE_COLUMNS, metric_rows, plain, read_completions, write_atomic
 from .rewards import default_reward
@@ -89,7 +89,7 @@ class RunData:
     rows: list[dict[str, float]]  # one an optimiser step
     config: dict[str, Any]        # config.json; empty where there is none
     summary: dict[str, Any]       # summary.json; empty where the run was not evaluated
-    origin: dict[str, Any]        # origin.json; empty where `train` has not made the run
+    origin: dict[str, Any]        # origin.json; empty where no `Run` wrote the folder
     events: list[dict[str, Any]]  # events.jsonl; empty where nobody touched the run
     tables: dict[int, Path]       # step -> table of completions, steps ascending
 
@@ -269,8 +269,8 @@ def plot_differences(
                 flat = ~(rows['standard_error'] > 0).to_numpy()    # no spread
                 hollow = {'ms': 5, 'color': colour, 'mfc': 'white', 'zorder': 3}
                 axes.plot(rows['difference'][flat], np.array(places)[flat], 'o', **hollow)
-                word = dict(color=TEXT_COLOURS.get(colour, colour), transform=axes.transAxes, fontsize=8)
-                axes.text(.62 + .22*i, 1.05, temperature_name(each), **word)
+                axes.text(.62 + .22*i, 1.05, temperature_name(each), color=text_colour(colour), transform=axes.transAxes,
+                          fontsize=8)
             axes.axvline(0, color=MUTED, lw=1, zorder=0)
             axes.grid(axis='x', color=FAINT)
             axes.grid(visible=False, axis='y')
@@ -300,8 +300,7 @@ def plot_bands(
             axes.plot(step, mean, color=BLUE, lw=1.2)
             axes.set_xlabel('step')
         for x, label, colour in ((.02, 'mean', BLUE), (.12, words, BAND)):
-            dark = TEXT_COLOURS.get(colour, colour)
-            axes.text(x, .97, label, color=dark, transform=axes.transAxes, va='top', fontsize=8)
+            axes.text(x, .97, label, color=text_colour(colour), transform=axes.transAxes, va='top', fontsize=8)
         axes.set_ylim(*view_limits([mean, low, high], (0, 0)))
         axes.set_xlim(step[0], max(step[-1], step[0] + 1))
     return figure
@@ -844,7 +843,7 @@ def settings_section(
     if not run.config:
         return None
     whole = [[name, as_text(value)] for name, value in run.config.items()]
-    if not run.origin:    # no run of `train`, whose defaults and command mean nothing here
+    if not run.origin:    # no `Run` wrote it: the defaults and the command of `train` mean nothing here
         return section('Settings', table_of(['setting', 'value'], whole))
     changed = [[element('b', name), as_text(value), default_words(name)]
                for name, value in changed_settings(run.config).items()]

@@ -8,7 +8,7 @@ __all__ = ['logger', 'ENDINGS', 'SHOWN', 'WRITER', 'origin_of', 'machine_of', 'r
            'interrupted_afterwards', 'terminated_as_interrupted', 'make_folder', 'alone_in', 'check_settled',
            'check_current', 'alone_and_current', 'writer_of', 'starting_config', 'Run', 'save_failed', 'next_row',
            'write_events', 'is_event', 'read_events', 'levers', 'move_lever', 'steer', 'cost_of', 'run_summary',
-           'finish', 'first_update_line', 'room_in_words', 'kept_table', 'examined', 'cut_off_line', 'cache_words',
+           'finish', 'first_update_line', 'room_in_words', 'evaluation_path', 'examined', 'cut_off_line', 'cache_words',
            'follow', 'closing_table', 'made_writer', 'train']
 
 # %% ../nbs/31_run.ipynb #c51d5da5
@@ -582,11 +582,11 @@ def room_in_words(
                        f'rookworld batch-size measures what fits{resume}') from error
 
 # %% ../nbs/31_run.ipynb #32cc4ada
-def kept_table(
+def evaluation_path(
     run: Run,   # in whose folder it is
     when: str,  # before | after
 ) -> Path:
-    "Where the answers of an evaluation are kept."
+    "The file that keeps the answers of an evaluation."
     return run.folder/'evaluation'/f'{when}.csv.gz'
 
 
@@ -596,7 +596,7 @@ def examined(
     model: GPT | None = None,  # None: the policy
 ) -> pd.DataFrame:             # of `examine`
     "Examine, and keep the table in evaluation/; a run that goes on reads the one made before its first update."
-    path, table = kept_table(run, when), None
+    path, table = evaluation_path(run, when), None
     if run.ranks.first and when == 'before' and path.exists(): table = read_completions(path)
     if (found := run.ranks.gather(table)[0]) is not None: return found
     table = examine(run, model)
@@ -694,7 +694,7 @@ def train(
         stack.enter_context(alone_and_current(run))    # an unwritable folder is refused before the evaluation
         others = [stack.enter_context(closing(made_writer(make, run))) for make in writers if ranks.first]
         if run.heldout:
-            if not kept_table(run, 'before').exists():
+            if not evaluation_path(run, 'before').exists():
                 say(f'Evaluating {len(run.heldout)} held-out positions before the first update')
             before = examined(run, 'before', run.reference)
         follow(run, others, say)

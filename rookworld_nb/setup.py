@@ -204,7 +204,7 @@ def try_reward(
     heldout: Sequence[Sample],  # of the examinations
     samples: Sequence[Sample],  # to train on
 ) -> None:
-    "Try a custom reward on right answers of each task, empty ones and a move that is none: errors are found at once."
+    "Try a custom reward on right answers of each task, empty ones and an impossible move, so that errors show at once."
     if reward_fn is default_reward: return
     wanted = 'prompts', 'completions', 'components'
     why = 'a scorer has targets in their place' if isinstance(reward_fn, RewardScorer) else refusal(reward_fn, wanted)

@@ -736,7 +736,7 @@ def test_label_says_how_a_file_goes_in(call, fens, cwd):
     (cwd/'fens.txt').write_text('\n'.join(fens))
     hint = 'a file of positions goes in with `< fens.txt`, or with `--input fens.txt --output FILE`'
     code, lines, errors = call('label', 'fens.txt')
-    assert code == 2 and not lines and hint in errors and 'a file goes in' not in call('label', 'other.txt')[2]
+    assert code == 2 and not lines and hint in errors and 'a file of positions goes in' not in call('label', 'other.txt')[2]
 
 
 def test_label_spells_a_position_in_one_way(call, fens, cwd):

@@ -101,7 +101,7 @@ def test_no_list_is_taken_for_front_matter(notebook):
 
 
 def test_links_of_the_readme_lead_somewhere():
-    links = re.findall(r'\]\((?![a-z]+:|#)([^)]+)\)', (ROOT/'README.md').read_text(encoding='utf-8'))
+    links = re.findall(r'(?:\]\(|src=")(?![a-z]+:|#)([^)"]+)', (ROOT/'README.md').read_text(encoding='utf-8'))
     assert [link for link in links if not (ROOT/link).exists()] == []
     assert [path.name for path in NOTEBOOKS if f'nbs/{path.name}' not in links and path.name != 'index.ipynb'] == [], 'not in the README'
 

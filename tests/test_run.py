@@ -979,7 +979,7 @@ def test_there_is_no_checkpoint_of_a_run_that_has_not_begun(tmp_path):
 
 
 def test_a_reward_that_is_no_number_is_refused_before_anything_is_learned(tmp_path):
-    """What is seen at right answers of each task, at empty ones and at a move that is none is said before the model is loaded; the rest before it is learned from."""
+    """What is seen at right answers of each task, at empty ones and at an impossible move is said before the model is loaded; the rest before it is learned from."""
     config = replace(TINY, mix_env_ratio=.5, model=str(tmp_path/'none'), output_dir=str(tmp_path/'run'))
     with pytest.raises(ValueError, match=r'of 48 of 96 answers is not finite \(in float32\), the first is nan for an answer to A:'):
         Run(config, reward_fn=lambda prompts, texts, components: components['best'])
