@@ -218,7 +218,8 @@ STYLE_SHEET = f"""<style>
 .rw-curves {{max-width: 100%; min-width: 640px; height: auto; background: white; border-radius: 6px; margin: 6px 0}}
 .rw-samples {{overflow-x: auto}}
 .rw-samples table {{border-collapse: collapse; width: 100%; font-size: 12px; line-height: 1.35}}
-.rw-samples th {{text-align: left; font-weight: 500; color: var(--jp-ui-font-color2, {MUTED}); padding: 3px 8px; white-space: nowrap}}
+.rw-samples th {{text-align: left; font-weight: 500; color: var(--jp-ui-font-color2, {MUTED}); padding: 3px 8px;
+  white-space: nowrap}}
 .rw-samples td {{padding: 5px 8px; vertical-align: top; border-top: 1px solid var(--jp-border-color2, #ddd)}}
 .rw-samples .rw-prompt, .rw-samples .rw-completion {{font-family: var(--jp-code-font-family, monospace);
   font-size: 11px; overflow-wrap: anywhere; min-width: 150px}}

@@ -423,8 +423,8 @@ def dress(
     axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f'{y/1000:g}k' if abs(y) >= 1000 else f'{y:.4g}'))
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
     labels = [(label, colour) for _, label, colour in panel.lines] + ([('middle half', BAND)] if panel.band else [])
-    return [axes.text(.02 + .33*i, .97, label, color=text_colour(colour), transform=axes.transAxes, va='top', fontsize=8,
-                      zorder=6) for i, (label, colour) in enumerate(labels if len(labels) > 1 else [])]
+    return [axes.text(.02 + .33*i, .97, label, color=text_colour(colour), transform=axes.transAxes, va='top',
+                      fontsize=8, zorder=6) for i, (label, colour) in enumerate(labels if len(labels) > 1 else [])]
 
 # %% ../nbs/20_monitor.ipynb #ca2d9a70
 class Chart:

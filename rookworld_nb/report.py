@@ -248,7 +248,7 @@ def is_shown(
     "Which rows are about the metrics of the closing table."
     return np.array([metric in SHOWN.get(task, ()) for task, metric in zip(table['task'], table['metric'])], bool)
 
-
+# %% ../nbs/32_report.ipynb #1987d55d
 def plot_differences(
     table: pd.DataFrame,  # of `comparison`, with at least one row that is shown
 ) -> Picture:
@@ -825,7 +825,7 @@ def samples_section(
     note = 'From the first, the middle and the last table: the best, the median and the worst completion by reward.'
     return section('What the model wrote', element('p', note), *parts) if parts else None
 
-
+# %% ../nbs/32_report.ipynb #8fecd710
 def default_words(
     name: str,  # of a setting
 ) -> str:  # '-' for one that this version does not know

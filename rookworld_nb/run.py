@@ -605,7 +605,7 @@ def examined(
         write_atomic(path, gzip.compress(completions_csv(table).encode(), mtime=0))
     return table
 
-
+# %% ../nbs/31_run.ipynb #79e2cb96
 def cut_off_line(
     metrics: dict[str, float],  # of a step
     most: int,                  # tokens that a completion may have
