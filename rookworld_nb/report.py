@@ -269,8 +269,8 @@ def plot_differences(
                 flat = ~(rows['standard_error'] > 0).to_numpy()    # no spread
                 hollow = {'ms': 5, 'color': colour, 'mfc': 'white', 'zorder': 3}
                 axes.plot(rows['difference'][flat], np.array(places)[flat], 'o', **hollow)
-                axes.text(.62 + .22*i, 1.05, temperature_name(each), color=text_colour(colour), transform=axes.transAxes,
-                          fontsize=8)
+                axes.text(.62 + .22*i, 1.05, temperature_name(each), color=text_colour(colour), fontsize=8,
+                          transform=axes.transAxes)
             axes.axvline(0, color=MUTED, lw=1, zorder=0)
             axes.grid(axis='x', color=FAINT)
             axes.grid(visible=False, axis='y')
