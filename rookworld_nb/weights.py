@@ -380,7 +380,8 @@ tags: [chess, gpt2, grpo, rookworld_nb]
 
 A GPT-2 of {parameters:,} parameters ({n_layer} layers, {n_embd} wide, {n_head} heads, {n_positions} positions,
 {vocab_size} tokens) that answers two kinds of chess prompt: `P: FEN` with candidate moves, their evaluations and the
-best one, `A: FEN+MOVE+HISTORY+` with the next position, its reward and whether the game is over.
+best one, `A: FEN+MOVE+HISTORY+` with the next position, its reward and whether the game is over. It is loaded with
+[rookworld_nb](https://github.com/rookworld/rookworld_nb):
 
 ```python
 from rookworld_nb.weights import load_pretrained

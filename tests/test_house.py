@@ -159,6 +159,8 @@ def test_notebook_hygiene(notebook):
     outputs = [output for cell in code for output in cell['outputs']]
     assert [output['ename'] for output in outputs if output['output_type'] == 'error'] == [], 'stores a traceback'
     assert not any('Error in callback' in json.dumps(output) for output in outputs), 'a picture that could not be drawn'
+    assert not any('application/vnd.jupyter.widget-view+json' in output.get('data', {}) for output in outputs), \
+        'a widget, which is an error message where its kernel has ended'
     assert sum(len(json.dumps(output)) for output in outputs) <= 300_000, 'outputs of more than 300,000 characters'
     lines = [source(cell).splitlines() for cell in code if exported(cell)]
     assert [cell[1] for cell in lines if len(cell) > 40] == [], 'exported cells of more than 40 lines'
@@ -339,3 +341,5 @@ def test_wheel_holds_what_it_needs_and_no_more(wheel):
     assert names == shipped
     metadata = zipfile.ZipFile(wheel).read(next(n for n in zipfile.ZipFile(wheel).namelist() if n.endswith('METADATA')))
     assert b'License-Expression: MIT' in metadata or b'License: MIT' in metadata
+    targets = re.findall(r'\]\(([^)]*)\)|src="([^"]*)"', metadata.decode())
+    assert len(targets) > 50 and all(link.startswith('https://') or picture.startswith('https://') for link, picture in targets)
