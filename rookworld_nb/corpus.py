@@ -467,7 +467,7 @@ def natural_env_sample(
     sample: Sample,      # a P: sample
     rng: random.Random,  # source of the choice
 ) -> Sample:  # an A: sample on the same position
-    "A move as games have them: seven times in ten one of the engine's five, else any legal one."
+    "A move much as games have them: seven times in ten one of the engine's five, else any legal one."
     moves = parse_policy(sample.line).moves if rng.random() < .7 else sorted(legal_moves(sample.fen))
     return env_sample(sample.fen, rng.choice(moves))
 
