@@ -677,12 +677,12 @@ def ablate(
 ) -> None:
     "Train nano with one setting changed at a time, in runs of 32 updates, and say what the change did."
     from rookworld_nb.ablations import REFERENCES, STUDIES, UNTRAINED, cells_of, effects, run_study
-    from rookworld_nb.labels import Progress
+    from rookworld_nb.labels import countdown
     cells, progress = cells_of(studies), None
     for results in run_study(output_dir, studies, seeds, workers):
         results = results[results['cell'].isin([UNTRAINED, *cells]) & (results['seed'] <= seeds)]
         done = results.loc[results['cell'] != UNTRAINED, ['cell', 'seed']].drop_duplicates()
-        progress = progress or Progress(len(cells)*seeds, len(done))
+        progress = progress or countdown(len(cells)*seeds, len(done))
         logger.info('runs: %s', progress(len(done)))
     for study in studies or STUDIES:
         reference = REFERENCES[study]
@@ -701,11 +701,11 @@ def search(
     prune: bool = True,                   # stop trials whose reward falls
 ) -> None:
     "Search for settings (hyper-parameters) with many runs."
-    from rookworld_nb.labels import Progress
+    from rookworld_nb.labels import countdown
     from rookworld_nb.scale import Search, run_search, search_report
     study, progress = Search(config | {'output_dir': str(output_dir)}, space, trials, storage, prune), None
     for table in run_search(study, workers):
-        progress = progress or Progress(study.size, len(table))
+        progress = progress or countdown(study.size, len(table))
         logger.info('trials: %s; %d successes', progress(len(table)), (table['outcome'] == 'success').sum())
     emit(search_report(table, study))
 

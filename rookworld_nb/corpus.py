@@ -23,7 +23,7 @@ from pathlib import Path
 
 import chess
 
-from .labels import Progress, end_with_starter
+from .labels import countdown, end_with_starter
 from .positions import (
     OUTCOMES, Sample, apart_from, outcome, random_endgame, read_lines, replacing, seen_positions, write_lines)
 from .rules import (
@@ -136,7 +136,7 @@ def _make_shards(paths: list[Path], make, workers: int) -> list[Path]:
     if not missing: return paths
     with ProcessPoolExecutor(workers, multiprocessing.get_context('spawn'), end_with_starter) as pool:
         jobs, before = [pool.submit(make, number) for number in missing], len(paths) - len(missing)
-        progress = Progress(len(paths), before)
+        progress = countdown(len(paths), before)
         try:
             for done, job in enumerate(as_completed(jobs), before + 1):
                 job.result()

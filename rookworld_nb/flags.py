@@ -126,15 +126,7 @@ def as_text(
 
 # %% ../nbs/28_flags.ipynb #762d99c2
 class Parser(argparse.ArgumentParser):
-    "An argparse parser that raises its errors, and takes -3e-1 for a number."
-    def __init__(
-        self,
-        *arguments: Any,  # argparse's own
-        **settings: Any,  # likewise
-    ) -> None:
-        super().__init__(*arguments, **settings)
-        self._negative_number_matcher = re.compile(r'-\.?\d')
-
+    "An argparse parser that raises its errors."
     def error(
         self,
         message: str,  # argparse's own
@@ -165,6 +157,7 @@ def parser_of(
     words = ''.join(f' [{flag.word} ...]' for flag in flags.values() if flag.many)
     parser = Parser(f'rookworld {command}', f'rookworld {command} [--flag value ...]{words}', about, allow_abbrev=False,
                     argument_default=argparse.SUPPRESS)
+    parser._negative_number_matcher = re.compile(r'-\.?\d')    # -3e-1 is a number too
     parts = dict.fromkeys(flag.part for flag in flags.values() if flag.part)
     groups = {'': parser} | {part: parser.add_argument_group(part.rstrip('.')) for part in parts}
     for flag in flags.values():

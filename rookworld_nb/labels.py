@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['logger', 'policy_line', 'LabelError', 'Labelling', 'labelled_in', 'fen_in', 'count_moves', 'shard_of', 'write_plan',
            'read_plan', 'plan_of', 'cut_inputs', 'label_shard', 'end_with_starter', 'label_worker', 'stop',
-           'shard_totals', 'merge_shards', 'clear_shards', 'Progress', 'undone_of', 'label_files']
+           'shard_totals', 'merge_shards', 'clear_shards', 'countdown', 'undone_of', 'label_files']
 
 # %% ../nbs/14_labels.ipynb #476f93fc
 import gzip
@@ -19,7 +19,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from multiprocessing import get_context, parent_process
@@ -288,23 +288,17 @@ def clear_shards(
     return totals
 
 # %% ../nbs/14_labels.ipynb #29ad29fb
-class Progress:
-    "Says how much of a long job is done, and how long the rest takes at the pace since this object was made."
+def countdown(
+    total: int,             # pieces of work in all
+    before: int = 0,        # those that were done before
+) -> Callable[[int], str]:  # pieces by now -> '3 of 12, 5 minutes to go'; without the time where nothing is new
+    "Begin to say how much of a long job is done, and how long the rest takes at the pace since this call."
+    started = time.monotonic()
 
-    def __init__(
-        self,
-        total: int,     # pieces of work in all
-        done: int = 0,  # those that were done before
-    ) -> None:
-        self.total, self.before, self.started = total, done, time.monotonic()
-
-    def __call__(
-        self,
-        done: int,  # pieces by now
-    ) -> str:       # '3 of 12, 5 minutes to go'; without the time where nothing is new
-        spent, new = time.monotonic() - self.started, done - self.before
-        rest = f', {spent/new*(self.total - done)/60:.0f} minutes to go' if new else ''
-        return f'{done} of {self.total}{rest}'
+    def told(done: int) -> str:
+        spent, new = time.monotonic() - started, done - before
+        return f'{done} of {total}' + (f', {spent/new*(total - done)/60:.0f} minutes to go' if new else '')
+    return told
 
 # %% ../nbs/14_labels.ipynb #b774a02b
 def undone_of(
@@ -317,7 +311,7 @@ def undone_of(
 def _watch(job: Labelling, processes: list) -> None:
     "Wait for the workers, and say now and then how far they are."
     done = lambda: sum(1 for _ in job.folder.glob('done-*'))
-    progress, said = Progress(job.shards, done()), done()
+    progress, said = countdown(job.shards, done()), done()
     while alive := [process.sentinel for process in processes if process.is_alive()]:
         wait(alive, timeout=10.)
         if (now := done()) > said: logger.info('shards: %s', progress(said := now))

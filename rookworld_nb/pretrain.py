@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['EMPTY', 'SQUARES', 'PROMOTIONS', 'CASTLING', 'HEADS', 'TOKEN_PATTERN', 'PROMPT_TOKENS', 'logger', 'BOARD_TOKENS',
            'PROMPT_BOARD', 'PROMPT_MOVE', 'CODE_STD', 'COUNTS', 'ENV_DIVISOR', 'PROBE_WEIGHT', 'board_tokenizer',
-           'ranked', 'Rows', 'pack', 'PretrainError', 'batches', 'token_weights', 'completion_loss', 'completion_mask',
-           'board_init_', 'check_pretrain', 'PretrainConfig', 'read_excluded', 'fingerprint_of', 'kept_rows',
-           'batch_kinds', 'learning_rate', 'first_model', 'train', 'validate', 'prepare', 'pretrain']
+           'best_first_completion', 'Packed', 'pack', 'PretrainError', 'batches', 'token_weights', 'completion_loss',
+           'completion_mask', 'board_init_', 'check_pretrain', 'PretrainConfig', 'read_excluded', 'fingerprint_of',
+           'kept_rows', 'batch_kinds', 'learning_rate', 'first_model', 'train', 'validate', 'prepare', 'pretrain']
 
 # %% ../nbs/16_pretrain.ipynb #2896c040
 import hashlib
@@ -31,7 +31,7 @@ from torch.nn import functional as F
 
 from .corpus import (
     HELD_SHARDS, exposes_king, make_env_data, make_policy_data, make_prompts, make_stress, verdicts, whole_shard)
-from .labels import Progress
+from .labels import countdown
 from .model import GPT, GPTConfig
 from .positions import (
     Sample, apart_from, by_task, locked, reason_of, replacing, seen_positions, shipped_positions, write_lines)
@@ -79,7 +79,7 @@ def board_tokenizer() -> Tokenizer:  # about 780 words; decoding gives back ASCI
     return tokenizer
 
 # %% ../nbs/16_pretrain.ipynb #abb35fd0
-def ranked(
+def best_first_completion(
     sample: Sample,  # a P: sample
 ) -> str:  # its completion
     "The completion with the moves in the order of their evaluations, the best one first."
@@ -94,7 +94,7 @@ PROMPT_TOKENS = {'P': 77, 'V': 78, 'A': 84}
 
 
 @dataclass(frozen=True)
-class Rows:
+class Packed:
     "Token rows of one kind, back to back."
     kind: str            # 'P', 'A' or 'V'
     ids: np.ndarray      # (total,) int16 token ids; every row ends with the end token
@@ -106,10 +106,10 @@ class Rows:
     def first(
         self,
         n: int,  # how many
-    ) -> 'Rows':  # the first n rows
+    ) -> 'Packed':  # the first n rows
         "A small part, for validation."
         offsets = self.offsets[:n+1]
-        return Rows(self.kind, self.ids[:offsets[-1]], offsets)
+        return Packed(self.kind, self.ids[:offsets[-1]], offsets)
 
     def pad(
         self,
@@ -127,7 +127,7 @@ def pack(
     kind: str,                     # 'P', 'A' or 'V'
     pairs: list[tuple[str, str]],  # (prompt, completion) texts
     tokenizer: Tokenizer,          # nano's
-) -> Rows:  # the rows whose prompt has the usual length; the few others are left out and logged
+) -> Packed:  # the rows whose prompt has the usual length; the few others are left out and logged
     "Tokenize prompt + completion + end token."
     rows, end, n_prompt = [], end_token_id(tokenizer), PROMPT_TOKENS[kind]
     for start in range(0, len(pairs), 10_000):
@@ -139,7 +139,7 @@ def pack(
         logger.warning('%s: %d of %d rows left out: their prompts have another length',
                        kind, len(pairs)-len(rows), len(pairs))
     offsets = np.cumsum([0] + [len(row) for row in rows])
-    return Rows(kind, np.fromiter((i for row in rows for i in row), np.int16, offsets[-1]), offsets)
+    return Packed(kind, np.fromiter((i for row in rows for i in row), np.int16, offsets[-1]), offsets)
 
 # %% ../nbs/16_pretrain.ipynb #0b48efd5
 class PretrainError(ValueError):
@@ -147,7 +147,7 @@ class PretrainError(ValueError):
 
 
 def batches(
-    rows: Rows,         # the rows to deal
+    rows: Packed,       # the rows to deal
     tokens: int,        # about how many tokens a batch shall have, padding included
     seed: int,          # order
     start: int = 0,     # batches to skip: where an earlier run stopped
@@ -348,14 +348,14 @@ def fingerprint_of(
 def kept_rows(
     cache: Path,   # of `prepare`
     made_of: str,  # what the rows must be made of
-) -> tuple[dict[str, Rows], dict[str, Rows]] | None:  # None where they have to be made
+) -> tuple[dict[str, Packed], dict[str, Packed]] | None:  # None where they have to be made
     "Rows that were made before."
     if not cache.exists(): return None
     try:
         with np.load(cache) as stored:
             if str(stored['made_of']) != made_of: return None
             train, held = (
-                {kind: Rows(kind, stored[f'{part} {kind} ids'], stored[f'{part} {kind} offsets']) for kind in 'PAV'}
+                {kind: Packed(kind, stored[f'{part} {kind} ids'], stored[f'{part} {kind} offsets']) for kind in 'PAV'}
                 for part in ('train', 'held'))
             return train, held
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
@@ -403,7 +403,7 @@ def first_model(
 class _Learner:
     "Model, optimisers and data cursors of a pre-training, saved and restored together."
 
-    def __init__(self, config: PretrainConfig, rows: dict[str, Rows], tokenizer: Tokenizer):
+    def __init__(self, config: PretrainConfig, rows: dict[str, Packed], tokenizer: Tokenizer):
         self.config, self.rows, self.tokenizer, self.end = config, rows, tokenizer, end_token_id(tokenizer)
         torch.manual_seed(config.seed)
         self.probes, self.model = BoardProbes(config.n_embd, tokenizer), first_model(config, tokenizer)
@@ -483,9 +483,9 @@ def _train_step(learner: _Learner, streams: dict[str, Iterator[Tensor]]) -> dict
 # %% ../nbs/16_pretrain.ipynb #49aed9dc
 def train(
     config: PretrainConfig,      # what to do
-    rows: dict[str, Rows],       # kind -> rows to learn from
+    rows: dict[str, Packed],     # kind -> rows to learn from
     tokenizer: Tokenizer,        # nano's
-    validation: dict[str, Rows],  # kind -> rows never learned from
+    validation: dict[str, Packed],  # kind -> rows never learned from
 ) -> Iterator[dict[str, float]]:  # one row of figures a step; with validation figures at every checkpoint
     "Pre-train; it resumes from the latest checkpoint in the output folder, so that a killed run loses little."
     torch.set_num_threads(config.threads)
@@ -543,7 +543,7 @@ def _cut_log(path: Path, step: int) -> None:
 @torch.no_grad()
 def validate(
     model: GPT,                # the model
-    rows: dict[str, Rows],     # kind -> held-out rows
+    rows: dict[str, Packed],   # kind -> held-out rows
     tokenizer: Tokenizer,      # nano's
 ) -> dict[str, float]:  # 'heldout/<kind>/loss' nats a token; '/right' share of tokens; '/all_right' share of rows
     "Teacher-forced figures; a row that is all right is one that greedy decoding would write exactly."
@@ -561,7 +561,7 @@ def validate(
     return figures
 
 # %% ../nbs/16_pretrain.ipynb #8c9cabfd
-def _keep_rows(cache: Path, made_of: str, parts: dict[str, dict[str, Rows]]) -> None:
+def _keep_rows(cache: Path, made_of: str, parts: dict[str, dict[str, Packed]]) -> None:
     "Write what `prepare` has made: whole, or not at all."
     arrays = {f'{part} {kind} {name}': getattr(rows, name) for part, kinds in parts.items()
               for kind, rows in kinds.items() for name in ('ids', 'offsets')}
@@ -576,7 +576,7 @@ def _judged_position(prompt: str) -> str:
 def _pairs(samples: list[Sample], best_first: bool, taken: set[str]) -> dict[str, list[tuple[str, str]]]:
     "Prompts and completions; every eighth P: position, and each that exposes its king, has verdicts, unless `taken`."
     policy, env = by_task(samples).values()
-    texts = map(ranked, policy) if best_first else (sample.completion for sample in policy)
+    texts = map(best_first_completion, policy) if best_first else (sample.completion for sample in policy)
     judged = (verdicts(sample.fen, random.Random(sample.fen)) for place, sample in enumerate(policy)
               if place % 8 == 0 or exposes_king(sample.fen))
     return {'P': list(zip((sample.prompt for sample in policy), texts)),
@@ -587,7 +587,7 @@ def _pairs(samples: list[Sample], best_first: bool, taken: set[str]) -> dict[str
 def prepare(
     config: PretrainConfig,  # what to do
     tokenizer: Tokenizer,    # nano's
-) -> tuple[dict[str, Rows], dict[str, Rows]]:  # rows to learn from, 200 held-out rows a kind; no position in both
+) -> tuple[dict[str, Packed], dict[str, Packed]]:  # rows to learn from, 200 held-out rows a kind; no position in both
     "Make what data is missing and tokenize it; the result is kept in `rows.npz`."
     folder = Path(config.output_dir)
     cache, made_of = folder/'rows.npz', fingerprint_of(config)
@@ -640,7 +640,7 @@ def _learn(config: PretrainConfig, tokenizer: Tokenizer, done: int) -> None:
     "Make the data, and train from step `done` on; every step leaves a row in metrics.jsonl."
     folder, (rows, validation) = Path(config.output_dir), prepare(config, tokenizer)
     _cut_log(folder/'metrics.jsonl', done)
-    progress = Progress(config.steps, done)
+    progress = countdown(config.steps, done)
     with open(folder/'metrics.jsonl', 'ab') as log:
         for row in train(config, rows, tokenizer, validation):
             log.write(json.dumps(row).encode() + b'\n')

@@ -17,11 +17,12 @@ import math
 import os
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, is_dataclass
 from numbers import Real
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Self
+from typing import Any
 
 import pandas as pd
 
@@ -160,7 +161,7 @@ def read_completions(
     return pd.read_csv(path, dtype=texts, keep_default_na=False, na_values=gaps, lineterminator='\n')
 
 # %% ../nbs/21_records.ipynb #b59e1465
-class MetricWriter:
+class MetricWriter(AbstractContextManager):
     "Takes rows of metrics somewhere; a context manager."
 
     def log(
@@ -172,9 +173,6 @@ class MetricWriter:
 
     def close(self) -> None:
         "Write what is waiting, and end."
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *failure) -> None:
         self.close()

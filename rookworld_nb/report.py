@@ -6,12 +6,12 @@
 __all__ = ['NUMERIC', 'LOWER_IS_BETTER', 'SIGNIFICANT', 'KEYS', 'NUMBERS', 'TASKS', 'BANDS', 'BINS', 'NO_PART', 'RANKS',
            'KL_ROUNDING', 'DEFAULTS', 'DOTS', 'PAGE_STYLE', 'POLICY', 'ReportError', 'logged_rows', 'read_table',
            'RunData', 'read_run', 'ending', 'Html', 'element', 'table_of', 'number', 'rank', 'temperature_name',
-           'comparison', 'is_shown', 'plot_differences', 'plot_bands', 'plot_task', 'plot_looks', 'bin_edges',
-           'draw_histograms', 'tasks_in', 'plot_distributions', 'Finding', 'findings', 'ranges', 'plot_lights',
-           'pick_samples', 'sample_card', 'samples_of', 'start_limits', 'first_update', 'changed_settings',
-           'command_line', 'png_of', 'draw', 'figure_of', 'Section', 'section', 'clock_text', 'dot', 'events_section',
-           'facts', 'heading', 'own_reward', 'change_row', 'changes_section', 'course_section', 'lights_section',
-           'start_section', 'samples_section', 'default_words', 'settings_section', 'page', 'report']
+           'comparison', 'plot_differences', 'plot_bands', 'plot_task', 'plot_looks', 'bin_edges', 'draw_histograms',
+           'tasks_in', 'plot_distributions', 'Finding', 'findings', 'ranges', 'plot_lights', 'pick_samples',
+           'sample_card', 'samples_of', 'start_limits', 'first_update', 'changed_settings', 'command_line', 'png_of',
+           'draw', 'figure_of', 'Section', 'section', 'clock_text', 'dot', 'events_section', 'facts', 'heading',
+           'own_reward', 'change_row', 'changes_section', 'course_section', 'lights_section', 'start_section',
+           'samples_section', 'default_words', 'settings_section', 'page', 'report']
 
 # %% ../nbs/32_report.ipynb #1172b65e
 import base64
@@ -49,7 +49,7 @@ from .monitor import rewarded_tasks, text_colour, view_limits
 from .positions import spread
 from .records import TABLE_COLUMNS, metric_rows, plain, read_completions, write_atomic
 from .rewards import default_reward
-from .run import SHOWN, read_events, read_object
+from .run import SHOWN, is_shown, read_events, read_object
 
 # %% ../nbs/32_report.ipynb #40a214f1
 class ReportError(ValueError):
@@ -240,13 +240,6 @@ def comparison(
 
 # %% ../nbs/32_report.ipynb #5289d60e
 TASKS = {'P': 'policy', 'A': 'environment'}
-
-
-def is_shown(
-    table: pd.DataFrame,  # of `comparison`
-) -> np.ndarray:  # (n,) bool
-    "Which rows are about the metrics of the closing table."
-    return np.array([metric in SHOWN.get(task, ()) for task, metric in zip(table['task'], table['metric'])], bool)
 
 # %% ../nbs/32_report.ipynb #1987d55d
 def plot_differences(

@@ -24,9 +24,9 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import AbstractContextManager, closing, suppress
 from pathlib import Path
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import chess
 
@@ -222,9 +222,8 @@ class _EngineProcess:
 # %% ../nbs/03_rules.ipynb #a582c754
 _T = TypeVar('_T')
 
-class _Closing:
+class _Closing(AbstractContextManager):
     "A base for whatever must be closed: it can be used in a `with` statement."
-    def __enter__(self) -> Self: return self
     def __exit__(self, *exc) -> None: self.close()
 
 # %% ../nbs/03_rules.ipynb #06c4b12e
@@ -414,9 +413,7 @@ class StockfishPool(_Closing):
     ):
         if not isinstance(workers, int) or workers < 1:
             raise EngineError(f"workers must be a whole number of at least 1, not {workers!r}")
-        cache = options.pop('cache', None)
-        self.cache = AnalysisCache(cache) if isinstance(cache, (str, Path)) else cache
-        self.engines = [Stockfish(cache=self.cache, **options) for _ in range(workers)]
+        self.engines = [Stockfish(**options) for _ in range(workers)]
         self._free = queue.SimpleQueue()
         for engine in self.engines: self._free.put(engine)
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix='stockfish')

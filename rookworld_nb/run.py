@@ -4,12 +4,12 @@
 
 # %% auto #0
 __all__ = ['logger', 'ENDINGS', 'SHOWN', 'WRITER', 'origin_of', 'machine_of', 'run_state', 'memory_so_far', 'save_run',
-           'check_origin', 'read_object', 'is_going_on', 'restore_run', 'stands_apart', 'resumed_config', 'NoWriter',
+           'check_origin', 'read_object', 'is_going_on', 'restore_run', 'stands_apart', 'resumed_config',
            'interrupted_afterwards', 'terminated_as_interrupted', 'make_folder', 'alone_in', 'check_settled',
            'check_current', 'alone_and_current', 'writer_of', 'starting_config', 'Run', 'save_failed', 'next_row',
            'write_events', 'is_event', 'read_events', 'levers', 'move_lever', 'steer', 'cost_of', 'run_summary',
            'finish', 'first_update_line', 'room_in_words', 'evaluation_path', 'examined', 'cut_off_line', 'cache_words',
-           'follow', 'closing_table', 'made_writer', 'train']
+           'follow', 'is_shown', 'closing_table', 'made_writer', 'train']
 
 # %% ../nbs/31_run.ipynb #c51d5da5
 import gzip
@@ -43,7 +43,7 @@ from .kl import SettingError, check_number
 from .model import GPT
 from .positions import locked
 from .ranks import ALONE, Ranks, agree
-from .records import MetricWriter, RunWriter, completions_csv, read_completions, read_metrics
+from .records import RunWriter, completions_csv, read_completions, read_metrics
 from .records import save_reward_curve, write_atomic, write_json
 from .rewards import default_reward, name_of
 from .setup import Setup, choose_batch, examine, glance, planned_work, refusal, run_folder
@@ -210,22 +210,6 @@ def resumed_config(
         raise RunError(f'--resume: {folder/"config.json"} was changed: {error}') from None
     return replace(own, **asked | {'output_dir': str(folder), 'resume': True})
 
-# %% ../nbs/31_run.ipynb #ab3e0bbf
-class NoWriter(MetricWriter):
-    "A writer that writes nothing: of several processes only the first keeps the run folder."
-    def log(
-        self,
-        metrics: Mapping[str, float],  # one row
-    ) -> str:                          # nothing for the console
-        "Hear of a step."
-        return ''
-
-    def table(
-        self,
-        *what: Any,  # step, table, kind
-    ) -> None:
-        "Hear of a table."
-
 # %% ../nbs/31_run.ipynb #ab3e0bc0
 #: What ends a process besides Ctrl-C and leaves it time to save: `kill`, a job's time limit; a terminal that closes.
 ENDINGS = (signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, 'SIGHUP') else []))    # Windows has none
@@ -332,10 +316,9 @@ def alone_and_current(
 # %% ../nbs/31_run.ipynb #43b44523
 def writer_of(
     run: 'Run',  # about to start
-) -> RunWriter | NoWriter:
+) -> RunWriter | nullcontext[None]:
     "What keeps the run folder, on the process that writes."
-    if not run.ranks.first:
-        return NoWriter()
+    if not run.ranks.first: return nullcontext()
     if run.config.resume:
         sweep(run.folder)
         cut_logs(run.folder, run.trainer.step)
@@ -414,7 +397,7 @@ def save_failed(
 def next_row(
     run: Run,                            # between two steps
     source: Iterator[dict[str, float]],  # its trainer's rows
-    writer: RunWriter | NoWriter,        # of the run folder
+    writer: RunWriter | None,            # of the run folder; None: another process writes
     others: Sequence,                    # others that take each row
 ) -> dict[str, float] | None:            # None where the run has ended
     "Make and record one step; Ctrl-C waits for it, and a step broken off all the same cannot be resumed."
@@ -428,10 +411,11 @@ def next_row(
             if every and step % every == 0: metrics |= glance(run)
         finally:    # the step is whole, with its look or without
             metrics['time'] = time.time()
-            run.settled, run.console = True, writer.log(metrics)
-            tables = [experience.table for experience in run.buffer.arrived]
+            if writer: run.console = writer.log(metrics)
+            run.settled = True
+            tables = [experience.table for experience in run.buffer.arrived] if writer else []
             if tables: writer.table(step, pd.concat(tables, ignore_index=True))
-            if run.trainer.broken is not None: writer.table(step, run.trainer.broken, 'skipped')
+            if writer and run.trainer.broken is not None: writer.table(step, run.trainer.broken, 'skipped')
             if run.trainer.failed is not None: save_failed(run)
         if step % run.config.save_every == 0:
             if run.ranks.size > 1: agree(run.ranks, weights=fingerprint(model_bytes(run.model)))
@@ -654,13 +638,20 @@ SHOWN = {'P': ('reward', 'parsed', 'legal_fraction', 'best_legal', 'best_move_ac
          'A': ('reward', 'state_exact', 'reward_correct', 'flags_correct')}
 
 
+def is_shown(
+    table: pd.DataFrame,  # with columns task and metric
+) -> pd.Series:           # (n,) bool
+    "Which rows are about the metrics of the closing table."
+    shown = [metric in SHOWN.get(task, ()) for task, metric in zip(table['task'], table['metric'])]
+    return pd.Series(shown, table.index, bool)
+
+
 def closing_table(
     table: pd.DataFrame,  # of `finish`
 ) -> str:  # a few lines of text
     "The metrics worth reading first, as text."
     table = table.reset_index()
-    keep = [metric in SHOWN[task] for task, metric in zip(table['task'], table['metric'])]
-    shown = table[keep].rename(columns={'temperature': 'T', 'standard_error': 'SE'})
+    shown = table[is_shown(table)].rename(columns={'temperature': 'T', 'standard_error': 'SE'})
     columns = ['task', 'T', 'metric', 'before', 'after', 'difference', 'SE', 'z', 'chance', 'n']
     return shown[columns].to_string(index=False, na_rep='-', float_format='{:.3f}'.format)
 

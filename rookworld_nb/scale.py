@@ -10,7 +10,7 @@ __all__ = ['logger', 'SPACES', 'PAIR', 'NOT_SEARCHED', 'KINDS', 'FALL', 'BATCHES
            'examine_run', 'train_trial', 'run_trial', 'suggest', 'connect', 'open_study', 'is_lost', 'by_ticket',
            'is_given_up', 'reissue', 'study_facts', 'deal', 'NoRoom', 'outcome_of', 'in_words', 'TakenTwice', 'claim',
            'attempt', 'is_done', 'trials_of', 'tables_of', 'leave_group', 'work', 'run_search', 'trial_table', 'listed',
-           'labels_of', 'success_rates', 'importance', 'why_failed', 'best_of', 'search_report', 'plot_success',
+           'labels_of', 'success_rates', 'importance', 'why_failed', 'best_trial', 'search_report', 'plot_success',
            'plot_slices']
 
 # %% ../nbs/34_scale.ipynb #2a2efdb5
@@ -775,7 +775,7 @@ def why_failed(
     return '\n'.join(lines)
 
 
-def best_of(
+def best_trial(
     table: pd.DataFrame,  # of `trial_table`
 ) -> str:                 # two lines
     "The successful trial with the largest gain, as a command."
@@ -799,7 +799,7 @@ def search_report(
              f'{judged_task(search)}: improved', rates.to_string(**numbers),
              '' if search.points else 'The search chose where to look by earlier trials; the rates are no fair sample.',
              why_failed(table),
-             title + weights.to_string(**numbers) if len(weights) else '', best_of(table)]
+             title + weights.to_string(**numbers) if len(weights) else '', best_trial(table)]
     text = '\n\n'.join(filter(None, parts))
     pictures = {'success.png': png_of(plot_success(rates)), 'slices.png': png_of(plot_slices(table, names))}
     for name, content in (pictures | {'results.csv': table.to_csv(), 'report.txt': text + '\n'}).items():

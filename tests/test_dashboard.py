@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 pytest.importorskip('ipywidgets', reason='ipywidgets is not installed')
 from rookworld_nb import dashboard  # noqa: E402
 from rookworld_nb.dashboard import (  # noqa: E402
-    Dashboard, History, Progress, Throttle, duration, hear_clicks, histogram_svg, reward_bins, samples_html)
+    Dashboard, Progress, Throttle, columns_of, duration, hear_clicks, histogram_svg, reward_bins, samples_html)
 from rookworld_nb.monitor import LIGHT_COLOURS, MUTED, simulated_run  # noqa: E402
 
 ROWS = [dict(prompt='P: fen', completion='M: e2e4', task='P', format=1., best=.5, raw=.7, reward=.8, advantage=.4, tokens=9),
@@ -234,17 +234,18 @@ def test_durations_read_back(seconds):
 
 @settings(max_examples=60)
 @given(st.lists(st.dictionaries(st.sampled_from(['reward', 'kl', 'eval/x']), st.floats(-1, 1)), max_size=8))
-def test_history_columns_are_the_rows(rows):
-    history = History()
-    with pytest.raises((TypeError, ValueError)): history.append({'step': 1, 'reward': .5, 'kl': 'high'})
-    assert history.columns == {'step': []}    # a row that is refused leaves nothing
-    history.append({'step': 1, 'reward': None})    # as a log holds what was not measured
-    assert math.isnan(history.last('reward'))
-    history = History()
-    for row in rows: history.append(row)
-    assert {len(values) for values in history.columns.values()} == {len(rows)}
+def test_columns_are_the_rows(rows):
+    progress = Progress(100)
+    with pytest.raises((TypeError, ValueError)): progress.add({'step': 1, 'reward': .5, 'kl': 'high'})
+    assert columns_of(progress.rows) == {'step': []}    # a row that is refused leaves nothing
+    progress.add({'step': 1, 'reward': None})    # as a log holds what was not measured
+    assert math.isnan(progress.rows[-1]['reward'])
+    progress = Progress(100)
+    for row in rows: progress.add(row)
+    columns = columns_of(progress.rows)
+    assert {len(values) for values in columns.values()} == {len(rows)}
     for i, row in enumerate(rows):
-        for name, values in history.columns.items():
+        for name, values in columns.items():
             expected = i + 1 if name == 'step' else row.get(name, math.nan)
             assert values[i] == expected or (math.isnan(values[i]) and math.isnan(expected))
 

@@ -19,7 +19,7 @@ import pytest
 
 from rookworld_nb import cli, labels
 from rookworld_nb.labels import (
-    Labelling, LabelError, Progress, cut_inputs, label_files, label_shard, label_worker, labelled_in, merge_shards, policy_line,
+    Labelling, LabelError, countdown, cut_inputs, label_files, label_shard, label_worker, labelled_in, merge_shards, policy_line,
     shard_of, shard_totals)
 from rookworld_nb.positions import DataError, data_files, lazy_lines, locked, read_lines, shipped
 from rookworld_nb.rules import LABEL_NODES, PATIENCE, Candidate, EngineError, legal_moves
@@ -372,7 +372,7 @@ def test_memory_does_not_grow_with_the_data(tmp_path):
 def test_progress_counts_the_pace_from_where_it_began(monkeypatch):
     clock = [100.]
     monkeypatch.setattr('rookworld_nb.labels.time', SimpleNamespace(monotonic=lambda: clock[0]))
-    progress = Progress(12, done=2)
+    progress = countdown(12, before=2)
     assert progress(2) == '2 of 12'
     clock[0] += 240.
     assert [progress(3), progress(6), progress(12)] == ['3 of 12, 36 minutes to go', '6 of 12, 6 minutes to go', '12 of 12, 0 minutes to go']

@@ -19,8 +19,8 @@ from rookworld_nb import pretrain as pretrain_module
 from rookworld_nb.corpus import HELD_SHARDS, env_sample, make_stress, policy_sample, verdicts
 from rookworld_nb.model import GPT, GPTConfig
 from rookworld_nb.positions import PUZZLES, generate_positions, locked, random_play, shipped, write_lines
-from rookworld_nb.pretrain import (PROMPT_TOKENS, PretrainConfig, PretrainError, Rows, batches, board_tokenizer, completion_loss, completion_mask,
-                                   first_model, kept_rows, pack, prepare, pretrain, ranked, read_excluded, token_weights, train)
+from rookworld_nb.pretrain import (PROMPT_TOKENS, Packed, PretrainConfig, PretrainError, batches, best_first_completion, board_tokenizer, completion_loss, completion_mask,
+                                   first_model, kept_rows, pack, prepare, pretrain, read_excluded, token_weights, train)
 from rookworld_nb.rules import Candidate, EngineNotFoundError, fen_key
 from rookworld_nb.suites import shipped_puzzles
 from rookworld_nb.tasks import parse_policy
@@ -55,7 +55,7 @@ def test_any_ascii_text_round_trips(text):
 
 def test_ranked_rows_say_the_same_with_the_best_move_first():
     for sample in [sample for sample in shipped('train') if sample.task == 'P'][:300]:
-        told, ordered = parse_policy(sample.completion), parse_policy(ranked(sample))
+        told, ordered = parse_policy(sample.completion), parse_policy(best_first_completion(sample))
         assert dict(zip(told.moves, told.evals)) == dict(zip(ordered.moves, ordered.evals)) and told.best == ordered.best == ordered.moves[0]
         assert list(ordered.evals) == sorted(told.evals, reverse=True) and ordered.clean
 
@@ -104,7 +104,7 @@ def test_evaluations_weigh_less():
 @settings(max_examples=30)
 @given(st.lists(st.integers(2, 40), min_size=1, max_size=60), st.integers(40, 200), st.integers(0, 5))
 def test_batches_deal_every_row_once_an_epoch(lengths, tokens, seed):
-    rows = Rows('P', np.zeros(sum(lengths), np.int16), np.cumsum([0] + lengths))
+    rows = Packed('P', np.zeros(sum(lengths), np.int16), np.cumsum([0] + lengths))
     stream, seen = batches(rows, tokens, seed), []
     while len(seen) < len(lengths):
         batch = next(stream)
@@ -114,7 +114,7 @@ def test_batches_deal_every_row_once_an_epoch(lengths, tokens, seed):
 
 
 def test_batches_resume_anywhere():
-    rows = Rows('P', np.zeros(100*7, np.int16), np.arange(0, 701, 7))
+    rows = Packed('P', np.zeros(100*7, np.int16), np.arange(0, 701, 7))
     whole = batches(rows, 70, 3)
     expected = [next(whole).tolist() for _ in range(35)]
     for start in (1, 9, 10, 24):
@@ -368,7 +368,7 @@ def test_no_taken_position_is_judged(monkeypatch):
 
 
 def test_no_rows_are_no_batches():
-    with pytest.raises(PretrainError, match='no A: row is left'): next(batches(Rows('A', np.zeros(0, np.int16), np.zeros(1, np.int64)), 100, 0))
+    with pytest.raises(PretrainError, match='no A: row is left'): next(batches(Packed('A', np.zeros(0, np.int16), np.zeros(1, np.int64)), 100, 0))
 
 
 @pytest.mark.parametrize(('name', 'value'), [*((name, 0) for name in ('steps', 'shards', 'nodes', 'n_embd', 'threads', 'warmup_steps', 'decay_share')),

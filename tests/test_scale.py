@@ -24,7 +24,7 @@ from rookworld_nb.evaluate import evaluate, wilson_interval
 from rookworld_nb.records import MissingExtraError, metric_rows
 from rookworld_nb.positions import shipped
 from rookworld_nb.rewards import RewardScorer
-from rookworld_nb.scale import (Choices, Search, SearchError, Span, TakenTwice, Verdict, best_of, by_ticket, claim, deal, hopeless,
+from rookworld_nb.scale import (Choices, Search, SearchError, Span, TakenTwice, Verdict, best_trial, by_ticket, claim, deal, hopeless,
                                 importance, labels_of, open_study, read_space, reissue, run_search, search_report, settings_at, study_facts, success_rates,
                                 trial_config, trial_table, trials_of, verdict_of, why_failed, work)
 from rookworld_nb.weights import load_pretrained, save_pretrained
@@ -507,7 +507,7 @@ def test_failures_are_quoted_and_the_best_is_a_success():
     table = table_of([(1., 'a', 'error', np.nan)]*5 + [(1., 'a', 'no gain', .9), (1., 'a', 'success', .2), (2., 'a', 'success', .3)])
     text = why_failed(table)
     assert text.startswith('error: 5 of 8\n  trial 0: because') and text.count('because') == 4 and 'and 2 more' in text and 'no gain: 1 of 8' in text and 'success' not in text
-    assert 'Best of 8' in best_of(table) and 'trial 7' in best_of(table) and 'No trial succeeded' in best_of(table[:6])
+    assert 'Best of 8' in best_trial(table) and 'trial 7' in best_trial(table) and 'No trial succeeded' in best_trial(table[:6])
 
 
 def test_a_study_without_any_gain_has_a_report(tmp_path):
