@@ -11,7 +11,8 @@ numbers of completions and sampling settings go in, through each program's publi
     ragged  the embedded model on 8 real prompts of both tasks x 8 completions that end when they end; real rewards
 
 A step is sampling, reward, reference, loss with KL, backward, AdamW. `floor` is the time of the same operations at the rate of this machine's largest matrix
-products, measured in each process: prompts computed once a group, forward for the reference, three forwards' worth for the update, no attention.
+products, measured in each process: prompts computed once a group, every completion for itself (ours computes equal ones once, so that `ragged` takes less),
+forward for the reference, three forwards' worth for the update, no attention.
 Needs the extra `parity` (TRL).
 """
 import argparse

@@ -306,10 +306,8 @@ class CollectorConfig:
         check_count('group_size', self.group_size, least=2)
         check_count('max_new_tokens', self.max_new_tokens)
         check_count('max_new_tokens_env', self.max_new_tokens_env, optional=True)
-        check_number('temperature', self.temperature)
-        if self.temperature < COLDEST:
-            raise SettingError(f'temperature={self.temperature} must be finite and at least {COLDEST}: at 0 all '
-                               'completions of a group are alike')
+        try: check_number('temperature', self.temperature, least=COLDEST)
+        except SettingError as error: raise SettingError(f'{error}: at 0 all answers of a group are alike') from None
 
     @property
     def longest(self) -> int:

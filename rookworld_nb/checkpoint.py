@@ -180,7 +180,7 @@ def newest_checkpoint(
     rivals = first_whole(path for path in numbered if checkpoint_step(path) >= least)
     whole = [found for found in (last, rivals) if found is not None]
     if (final or numbered) and not whole:
-        raise CheckpointError(f'no checkpoint in {folder} can be read (the log says why); nothing was changed')
+        raise CheckpointError(f'no checkpoint in {folder} can be read (the lines above say why); nothing was changed')
     age = lambda pair: (pair[1]['trainer']['step'], len(pair[1]['events']))
     return max(whole, key=age, default=None)    # on a tie, the final one
 

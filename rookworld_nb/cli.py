@@ -208,10 +208,11 @@ def read_row(
     except (ValueError, RecursionError) as error:
         raise UsageError(f'{place}: not JSON ({error}); a line is {{"prompt": "P: ...", "completion": " M: ..."}}, '
                          'perhaps with a "target"') from None
-    if not isinstance(row, dict) or not all(isinstance(row.get(key), str) for key in ('prompt', 'completion')):
+    if not isinstance(row, dict) or not {'prompt', 'completion'} <= row.keys():
         raise UsageError(f'{place}: need an object with the texts prompt and completion, not {line.strip()[:60]}')
-    if not isinstance(row.get('target'), str | None):
-        raise UsageError(f'{place}: target must be a text or null, not {row["target"]!r}')
+    for key, words in (('prompt', 'a text'), ('completion', 'a text'), ('target', 'a text or null')):
+        if not isinstance(row.get(key), str | None if key == 'target' else str):
+            raise UsageError(f'{place}: {key} must be {words}, not {row[key]!r}')
     return row
 
 # %% ../nbs/35_cli.ipynb #5a67483c
@@ -227,8 +228,7 @@ def check_row(
     try:
         find_truth(row['prompt'], row.get('target'), stand_in if asks else None)
     except ValueError as error:
-        hint = ' (a target in its row, or --engine)' if isinstance(error, MissingTargetError) else ''
-        raise UsageError(f'{place}: {error}{hint}') from None
+        raise UsageError(f'{place}: {error}{" (or --engine)"*isinstance(error, MissingTargetError)}') from None
 
 
 def score(
@@ -248,6 +248,7 @@ def score(
     for place, row in zip(places, rows): check_row(row, place, asks)
     prompts, completions, targets = ([row.get(name) for row in rows] for name in ('prompt', 'completion', 'target'))
     with Stockfish(stockfish_path, nodes or LABEL_NODES) if asks else nullcontext() as judge:
+        if judge: logger.info('Engine: %s', judge.name)    # finds out whether it answers
         scores = RewardScorer(settings, judge)(prompts, completions, targets)
     for row, parts in zip(rows, scores.components.to_dict('records')):
         reward = round(parts.pop('reward'), 6)
@@ -333,7 +334,7 @@ def label(
     if shards is not None: raise UsageError(f'--shards {shards}: only with --input')
     at_least_one(workers=workers)
     if output: check_output(output)
-    wanted = positions_of(input_lines(fens, 'FENs'), 'position' if fens else 'standard input, line')
+    wanted = positions_of(lines := input_lines(fens, 'FENs'), 'position' if fens else 'standard input, line')
     with StockfishPool(workers, path=stockfish_path, nodes=nodes) as pool, ExitStack() as stack:
         logger.info('Engine: %s, %d nodes a position', pool.engines[0].name, nodes)    # finds out whether it answers
         if output and not stack.enter_context(locked(output)):
@@ -346,6 +347,7 @@ def label(
             for part in answered(pool, todo, 16*workers, min(PATIENCE, len(wanted))):
                 for fen, candidates in part: file.write(policy_line(fen, candidates, seed, padded) + '\n')
                 file.flush()
+    if repeated := len(lines) - len(wanted): logger.warning('%d positions came again, and got one line', repeated)
     if single := sum(moves < 2 for moves in wanted.values()):
         logger.warning('skipped %d positions with fewer than two legal moves', single)
 

@@ -12,7 +12,7 @@ __all__ = ['BY_SIZE', 'OPEN', 'SMALL', 'CREDITS', 'Part', 'LEAST', 'OF_THE_GROUP
 import math
 from dataclasses import asdict, dataclass, fields, replace
 from os import PathLike, fspath
-from os.path import expanduser
+from os.path import abspath, exists, expanduser
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from .buffer import BufferConfig, CollectorConfig, check_room
@@ -361,7 +361,9 @@ def repeated_settings(
     config: TrainConfig,  # of a run
 ) -> dict[str, Any]:      # as its config.json holds them
     "All that is needed to repeat a run."
-    return {name: value for name, value in asdict(config).items() if name not in NOT_REPEATED}
+    places = {name: abspath(place) for name in ('model', 'data')    # seen from any folder
+              if (place := getattr(config, name)) not in (None, 'nano') and exists(place)}
+    return {name: value for name, value in (asdict(config) | places).items() if name not in NOT_REPEATED}
 
 
 #: What may be changed when a run is resumed.

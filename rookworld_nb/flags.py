@@ -98,9 +98,9 @@ def parse_value(
             raise UsageError(f'{text!r} is an empty list')
         return tuple(parse_value(options[0], part) for part in parts)
     if origin in (typing.Union, types.UnionType):
-        if text == 'none' and type(None) in options:
-            return None
-        return parse_value(next(option for option in options if option is not type(None)), text)
+        if text == 'none' and type(None) in options: return None
+        try: return parse_value(next(option for option in options if option is not type(None)), text)
+        except UsageError as error: raise UsageError(f'{error}, or none') from None
     if kind is bool or origin is Literal:
         choices = {as_text(choice): choice for choice in options or (True, False)}
         if text not in choices:

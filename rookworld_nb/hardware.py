@@ -105,11 +105,12 @@ def forward_operations(
 def group_operations(
     cfg: GPTConfig,   # of the model
     prompts: Tensor,  # (B,) tokens of each prompt
-    completions: Tensor,  # (N,) tokens of each completion, N a multiple of B
+    completions: Tensor,  # (N,) tokens of each different completion
+    owners: Tensor,   # (N,) the prompt of each
 ) -> int:             # floating point operations
     "The fewest operations of a forward pass over groups of completions; a last token is not read: nothing follows it."
-    read = (completions - 1).clamp(min=0).view(len(prompts), -1)    # of each completion
-    pairs = (prompts*(prompts + 1)//2).sum() + (prompts[:, None]*read + read*(read + 1)//2).sum()
+    read = (completions - 1).clamp(min=0)    # of each completion
+    pairs = (prompts*(prompts + 1)//2).sum() + (prompts[owners]*read + read*(read + 1)//2).sum()
     return forward_operations(cfg, int(prompts.sum() + read.sum()), int(pairs), int(completions.sum()))
 
 # %% ../nbs/11_hardware.ipynb #1d597150

@@ -44,7 +44,7 @@ def check_count(
     "Raise `SettingError` unless `value` is a whole number of at least `least`."
     if optional and value is None: return
     if type(value) is not int or value < least:    # True is none
-        raise SettingError(f'{name}={value!r} must be a whole number of at least {least}' + ', or None'*optional)
+        raise SettingError(f'{name}={value!r} must be a whole number of at least {least}' + ', or none'*optional)
 
 # %% ../nbs/07_kl.ipynb #8ee4f9c9
 def check_number(
@@ -61,7 +61,7 @@ def check_number(
     if not (number and least <= value <= most) or positive and value == 0:
         words = 'finite' + (f' and {"above" if positive else "at least"} {least:g}' if least > -math.inf else '')
         if most < math.inf: words = f'between {least:g} and {most:g}'
-        raise SettingError(f'{name}={value!r} must be {words}' + ', or None'*optional)
+        raise SettingError(f'{name}={value!r} must be {words}' + ', or none'*optional)
 
 
 def check_shapes(

@@ -326,6 +326,7 @@ def label_files(
     if workers < 1:
         raise LabelError(f'--workers {workers}: must be at least 1')
     output = Path(job.output)
+    if not output.parent.is_dir(): raise LabelError(f'--output {output}: there is no folder {output.parent}')
     paths = [path for source in sources for path in data_files(source)]
     with Stockfish(job.stockfish_path, nodes=job.nodes) as engine: name = engine.name    # none: before anything is made
     if output.exists() and (was := read_plan(job.gone)):    # killed after the last step but the cleaning

@@ -10,7 +10,7 @@ __all__ = ['CACHE_BLOCK', 'ModelConfigError', 'SequenceError', 'GPTConfig', 'att
 
 # %% ../nbs/00_gpt2.ipynb #956067b3
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
@@ -327,9 +327,7 @@ CACHE_BLOCK = 16  # tokens by which a cache grows
 @dataclass
 class KVCache:
     'Keys and values of the tokens decoded so far, in whole blocks; no gradient passes through it.'
-    length: int = 0             # tokens per row so far
-    n_slots: int = 0            # B*G, rows before any had ended; 0: as many as the first step brings
-    rows: Tensor | None = None  # (N,) int64, which of the B*G rows are left; None: all
+    length: int = 0  # tokens per row so far
     keys: list[Tensor] = field(default_factory=list)    # per layer (N, H, S, d), S whole blocks
     values: list[Tensor] = field(default_factory=list)  # per layer (N, H, S, d)
 
@@ -343,7 +341,6 @@ class KVCache:
         N, H, T, d = k.shape
         end = self.length+T
         if layer == len(self.keys):
-            self.n_slots = self.n_slots or N
             for store in (self.keys, self.values): store.append(k.new_empty(N, H, 0, d))
         for store, new in ((self.keys, k), (self.values, v)):
             missing = math.ceil((end-store[layer].shape[2])/CACHE_BLOCK)
@@ -353,13 +350,11 @@ class KVCache:
 
     def select(
         self,
-        rows: Tensor,  # (n,) int64 indices into the present rows: those to keep, in order
+        rows: Tensor,  # (n,) int64 indices into the present rows: those to keep, in order; one may come twice
     ) -> None:
-        'The other rows leave the batch; each leaves an empty slot in the products with the prompts.'
+        'The other rows leave the batch.'
         if rows.dtype != torch.int64: raise SequenceError(f'rows to keep are indices (int64), not {rows.dtype}')
-        if not self.n_slots: raise SequenceError('before the first step: say how many there are, KVCache(n_slots=...)')
         for store in (self.keys, self.values): store[:] = [x.index_select(0, rows) for x in store]
-        self.rows = rows if self.rows is None else self.rows[rows]
 
 # %% ../nbs/00_gpt2.ipynb #6778ae5a
 def grouped(
@@ -390,7 +385,7 @@ def attend_after(
     prompt_k: Tensor,            # (B, H, Tp, d) keys of the prompts, never copied per sample
     prompt_v: Tensor,            # (B, H, Tp, d) values of the prompts
     bias: Tensor | None = None,  # (B, 1, 1, Tp) 0 or -inf, hides prompt padding
-    rows: Tensor | None = None,  # (N,) int64, slots of the rows that are left; None: all
+    rows: Tensor | None = None,  # (N,) int64, the slots of the rows; None: they fill all slots, in order
     n_slots: int = 0,            # B*G; needed with `rows`
     past: int = 0,               # own tokens before the new ones
 ) -> Tensor:                     # (N, H, T, d)
@@ -433,20 +428,20 @@ def continuing(
     ids: Tensor,                   # (N, T) int64 token ids
     prefix: Prefix,                # of the B prompts
     cache: KVCache | None = None,  # the rows' earlier tokens
+    counts: Sequence[int] | None = None,  # B numbers of rows, N together; None: equally many for each prompt
 ) -> Rule:
     'The rule of a continuation: every token sees its prompt, the earlier tokens of its row and itself.'
-    B, (N, T) = len(prefix.lengths), ids.shape
-    rows, past, n_slots = (None, 0, N) if cache is None else (cache.rows, cache.length, cache.n_slots or N)
-    if n_slots % B: raise SequenceError(f'{n_slots} rows cannot continue {B} prompts with equally many samples each')
-    if N != (n_slots if rows is None else len(rows)):
-        raise SequenceError(f'{N} rows cannot continue {B} prompts with {n_slots//B} samples each'
-                            + ('' if rows is None else f', of which {len(rows)} are left'))
-    start = prefix.lengths.repeat_interleave(n_slots//B)                                   # (B*G,)
-    start = past + (start if rows is None else start[rows])[:, None]                       # (N, 1)
-
+    B, (N, T), past = len(prefix.lengths), ids.shape, 0 if cache is None else cache.length
+    if counts is None: counts = [N//B]*B
+    if len(counts) != B or sum(counts) != N:
+        raise SequenceError(f'{N} rows cannot continue {B} prompts with {", ".join(map(str, counts))} rows')
+    if past and N != (n := len(cache.keys[0])): raise SequenceError(f'{N} rows cannot continue the {n} of the cache')
+    G = max(counts)    # of a grid of B*G slots, where some may be empty
+    rows = None if min(counts) == G else ids.new_tensor([i*G+j for i, n in enumerate(counts) for j in range(n)])
+    start = past + prefix.lengths.repeat_interleave(G)[slice(None) if rows is None else rows][:, None]      # (N, 1)
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if cache is not None: k, v = cache.append(layer, k, v)
-        return attend_after(q, k, v, prefix.keys[layer], prefix.values[layer], prefix.bias, rows, n_slots, past)
+        return attend_after(q, k, v, prefix.keys[layer], prefix.values[layer], prefix.bias, rows, B*G, past)
     return Rule(start+torch.arange(T, device=ids.device), attend)
 
 # %% ../nbs/00_gpt2.ipynb #e35382c8
@@ -475,17 +470,17 @@ class GPT(Transformer):
     ) -> Prefix:                               # differentiable where gradients are on
         'Read prompts once, for any number of continuations.'
         mask, memory = real_tokens(ids, attention_mask, self.cfg), []
-        hidden = self.run(ids, reading(ids, mask, self.wte.weight.dtype, memory))
-        return make_prefix(hidden, mask, memory)
+        return make_prefix(self.run(ids, reading(ids, mask, self.wte.weight.dtype, memory)), mask, memory)
 
     def extend(
         self,
-        ids: Tensor,                   # (N, T) int64, row i*G+j continues prompt i; padding, if any, on the right
+        ids: Tensor,                   # (N, T) int64, the rows of a prompt together; padding, if any, on the right
         prefix: Prefix,                # of the B prompts
         cache: KVCache | None = None,  # the rows' earlier tokens; the T new ones are appended
+        counts: Sequence[int] | None = None,  # B numbers of rows, N together; None: equally many for each prompt
     ) -> Tensor:                       # (N, T, D) final hidden states of the new tokens
         'Continue prompts: a decode step with a cache, the training pass without one.'
         check_ids(ids, self.cfg, prefix.longest+(0 if cache is None else cache.length))
-        hidden = self.run(ids, continuing(ids, prefix, cache))
+        hidden = self.run(ids, continuing(ids, prefix, cache, counts))
         if cache is not None: cache.length += ids.shape[-1]
         return hidden

@@ -16,6 +16,7 @@ import gzip
 import json
 import logging
 import os
+import shlex
 import shutil
 import signal
 import time
@@ -186,14 +187,15 @@ def resumed_config(
     stored = defaults | found    # an older run lacks settings that came later
     if strange := sorted(stored.keys() - defaults.keys()):
         raise RunError(f'--resume: {folder/"config.json"} is not of a run, which has no {", ".join(strange[:3])}')
-    if missing := {'model', 'seed', 'steps'} - found.keys():
+    if missing := {'model', 'seed', 'steps', *OPEN} - found.keys():
         raise RunError(f'--resume: {folder/"config.json"} is not of a run, which has {", ".join(sorted(missing))}')
     asked.pop('auto_batch_size', None)    # it has chosen, once
     for name, value in asked.items():
         if name not in stored:
             raise RunError(f'{name}: no such setting')
         if name not in (*FREE, *MOVABLE) and stored[name] != value:
-            weights = f', from --model {final}' if (final := folder/'final_checkpoint').exists() else ''
+            final = folder/'final_checkpoint'
+            weights = f', from --model {shlex.quote(str(final))}' if final.exists() else ''
             raise RunError(f'{typed(name, value)}: the run in {folder} has {as_text(stored[name])}, and '
                            f'--resume goes on with it as it is; start a new run instead{weights}')
     engine = stored['stockfish_path']
@@ -692,5 +694,5 @@ def train(
         if not run.heldout: return finish(run)
         say('Evaluating the same positions again; if that is interrupted, --resume does it')
         table = finish(run, before, examined(run, 'after'))
-        say(f'{closing_table(table)}\nmore metrics, curves, samples: rookworld report {run.folder}')
+        say(f'{closing_table(table)}\nmore metrics, curves, samples: rookworld report {shlex.quote(str(run.folder))}')
         return table

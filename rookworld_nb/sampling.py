@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['COLDEST', 'BUCKET_RATIO', 'TILE_ELEMENTS', 'SamplingError', 'PromptLengthError', 'draw', 'token_rows',
            'encode_prompts', 'repack', 'decode', 'generate', 'Rollouts', 'decode_completions', 'check_request',
-           'room_after', 'sample', 'length_buckets', 'completion_hidden', 'token_logprobs', 'tile_rows', 'in_tiles',
-           'at_tokens', 'hidden_logprobs', 'completion_logprobs']
+           'room_after', 'sample', 'distinct', 'length_buckets', 'completion_hidden', 'token_logprobs', 'tile_rows',
+           'in_tiles', 'at_tokens', 'hidden_logprobs', 'completion_logprobs']
 
 # %% ../nbs/06_sampling.ipynb #2781073b
 from collections.abc import Callable, Iterator, Sequence
@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from numbers import Integral, Real
 
 import torch
+import torch.nn.functional as F
 from tokenizers import Tokenizer
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -72,48 +73,44 @@ def encode_prompts(
 # %% ../nbs/06_sampling.ipynb #153ce07f
 def repack(
     prefix: Prefix,   # the prompts still stored, B of them
-    cache: KVCache,   # holds the N rows that are left; its slots are set anew
-    owners: Tensor,   # (N,) ascending, which of the B prompts each row continues
+    owners: Tensor,   # (N,) which of the B prompts each row continues
 ) -> tuple[Prefix, Tensor]:  # the prompts still needed, and (N,) owners among them
-    'Close the gaps that ended rows left: as few slots per prompt as possible; drop idle prompts once a quarter are.'
-    counts = owners.bincount(minlength=len(prefix.lengths))
-    kept = counts.nonzero().squeeze(1)
-    if len(kept) <= 0.75*len(counts):  # otherwise copying the rest costs more than it saves
-        keys, values = (tuple(x[kept] for x in store) for store in (prefix.keys, prefix.values))
-        prefix = replace(prefix, keys=keys, values=values, lengths=prefix.lengths[kept],
-                         bias=None if prefix.bias is None else prefix.bias[kept], last_hidden=prefix.last_hidden[kept])
-        owners, counts = torch.searchsorted(kept, owners), counts[kept]
-    width = int(counts.max())
-    rank = torch.arange(len(owners), device=owners.device) - (counts.cumsum(0)-counts)[owners]
-    cache.n_slots = len(counts)*width
-    cache.rows = None if cache.n_slots == len(owners) else owners*width+rank
-    return prefix, owners
+    'Drop the prompts that no row continues, once they are a quarter.'
+    kept = owners.unique()
+    if len(kept) > 0.75*len(prefix.lengths): return prefix, owners    # copying the rest costs more than it saves
+    keys, values = (tuple(x[kept] for x in store) for store in (prefix.keys, prefix.values))
+    bias = None if prefix.bias is None else prefix.bias[kept]
+    prefix = replace(prefix, keys=keys, values=values, lengths=prefix.lengths[kept], bias=bias,
+                     last_hidden=prefix.last_hidden[kept])
+    return prefix, torch.searchsorted(kept, owners)
 
 # %% ../nbs/06_sampling.ipynb #1381edfc
 def decode(
-    model: GPT,          # decodes one token for all rows at a time
+    model: GPT,          # decodes one token for all texts at a time
     prefix: Prefix,      # the B prompts, read
     noise: Tensor,       # (L, N) uniform in [0, 1), N = B*group_size, L the most tokens per row
     temperature: float,  # >= 0; 0 is greedy
     end_id: int,         # a row leaves with its first one
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:  # per step, each (n,) for the n rows alive: rows, ids, log-probabilities
-    'Token by token; a row that has ended leaves the batch and is computed no further.'
-    limit, n_rows = noise.shape
-    rows, cache = torch.arange(n_rows, device=noise.device), KVCache(n_slots=n_rows)
-    owners = rows // (n_rows//len(prefix.lengths))
-    hidden = prefix.last_hidden[owners]
+    'Token by token; rows that have said the same are computed once, and a row that has ended no further.'
+    (limit, n_rows), n_texts, device = noise.shape, len(prefix.lengths), noise.device
+    rows, owners, cache = torch.arange(n_rows, device=device), torch.arange(n_texts, device=device), KVCache()
+    texts, hidden = rows // (n_rows//n_texts), prefix.last_hidden    # of each row its text, whose prompt `owners` knows
     for t in range(limit):
         if not (logits := model.logits(hidden)).sum(dtype=torch.float32).isfinite():    # both survive a sum
             raise SamplingError(f'the model computes NaN or infinity at new token {t + 1}')
-        tokens, logprobs = draw(logits, temperature, noise[t, rows])
+        tokens, logprobs = draw(logits[texts], temperature, noise[t, rows])
         yield rows, tokens, logprobs
         alive = (tokens != end_id).nonzero().squeeze(1)
         if len(alive) == 0 or t+1 == limit: return
-        if len(alive) < len(rows):
-            rows, tokens, owners = rows[alive], tokens[alive], owners[alive]
-            cache.select(alive)
-            prefix, owners = repack(prefix, cache, owners)
-        hidden = model.extend(tokens[:, None], prefix, cache)[:, 0]
+        rows, V = rows[alive], logits.shape[1]
+        longer = texts[alive]*V + tokens[alive]    # of each row its text and the next token, as one number
+        longer, texts = longer.unique(return_inverse=True)    # sorted: the texts of a prompt stay together
+        if not (before := longer//V).equal(torch.arange(len(owners), device=device)):
+            cache.select(before)
+            prefix, owners = repack(prefix, owners[before])
+        counts = owners.bincount(minlength=len(prefix.lengths)).tolist()
+        hidden = model.extend(longer[:, None] % V, prefix, cache, counts)[:, 0]
 
 # %% ../nbs/06_sampling.ipynb #84941a08
 @torch.no_grad()
@@ -235,6 +232,17 @@ def sample(
 BUCKET_RATIO = 1.5    # a bucket's longest may be at most this many times its shortest (which counts as 8 at least)
 
 
+def distinct(
+    completion_ids: Tensor,   # (N, T) int64
+    completion_mask: Tensor,  # (N, T) bool
+    group_size: int,          # G, divides N
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # (n,) ascending prompts, (n, T) ids, (n, T) mask; (N,) each one's place
+    'The different completions of each prompt: equal ones need not be computed twice.'
+    T, asked = completion_ids.shape[1], torch.arange(len(completion_ids), device=completion_ids.device)//group_size
+    rows, places = torch.cat([asked[:, None], completion_ids, completion_mask], 1).unique(dim=0, return_inverse=True)
+    return rows[:, 0], rows[:, 1:T+1], rows[:, T+1:].bool(), places
+
+
 def length_buckets(
     lengths: Tensor,  # (B,) int64, tokens of each prompt's longest completion
 ) -> list[Tensor]:    # ascending indices into lengths, each in exactly one bucket
@@ -255,7 +263,7 @@ def completion_hidden(
     completion_mask: Tensor,  # (N, T) bool, the M tokens wanted
     group_size: int,          # G
 ) -> Tensor:                  # (M, D) in the order of completion_ids[completion_mask]
-    'For every active token the hidden state that predicts it; each prompt is computed once per group.'
+    'For every active token the hidden state that predicts it; a prompt and equal completions are computed once.'
     T, device = completion_ids.shape[1], completion_ids.device
     if completion_mask.shape != completion_ids.shape or len(completion_ids) != len(prompt_ids)*group_size:
         raise SamplingError(f'{len(prompt_ids)} prompts with group_size={group_size} have as many rows as their '
@@ -263,20 +271,25 @@ def completion_hidden(
     completion_mask = completion_mask.bool()
     if not completion_mask.any(): return model.wte.weight.new_empty(0, model.cfg.n_embd)
     longest = (completion_mask*torch.arange(1, T+1, device=device)).view(-1, group_size*T).amax(1)
+    owners, ids, mask, copies = distinct(completion_ids, completion_mask, group_size)
+    counts, wanted = owners.bincount(minlength=len(prompt_ids)).tolist(), completion_mask.nonzero().T
     hidden, places, buckets = [], [], length_buckets(longest)
     if prompt_ids.shape[1]+T-1 > model.cfg.n_positions:    # the two longest may be of different prompts
         buckets = torch.arange(len(prompt_ids), device=device).split(1)
     for prompts in buckets:
         t = int(longest[prompts].max())
         if t == 0: continue
-        rows = (prompts[:, None]*group_size + torch.arange(group_size, device=device)).flatten()
-        seen, active = prompt_mask[prompts].any(0), completion_mask[rows, :t].nonzero().T    # now, while a GPU is idle
+        rows = torch.isin(owners, prompts).nonzero().squeeze(1)
+        seen, active = prompt_mask[prompts].any(0), mask[rows, :t].nonzero().T    # now, while a GPU is idle
+        asked, many = torch.searchsorted(prompts, owners[rows]), [counts[i] for i in prompts.tolist()]
         prefix = model.prefill(prompt_ids[prompts][:, seen], prompt_mask[prompts][:, seen])
-        states = prefix.last_hidden.repeat_interleave(group_size, 0)[:, None]                # predicts token 0
-        if t > 1: states = torch.cat([states, model.extend(completion_ids[rows, :t-1], prefix)], 1)
+        states = F.embedding(asked, prefix.last_hidden)[:, None]    # predicts token 0; its gradient adds up in order
+        if t > 1: states = torch.cat([states, model.extend(ids[rows, :t-1], prefix, counts=many)], 1)
         hidden.append(states[*active])
         places.append(rows[active[0]]*T + active[1])
-    return hidden[0] if len(hidden) == 1 else torch.cat(hidden)[torch.cat(places).argsort()]
+    hidden, at = torch.cat(hidden), torch.empty_like(ids)    # `at`: of each different token, its state
+    at.view(-1)[torch.cat(places)] = torch.arange(len(hidden), device=device)
+    return F.embedding(at[copies[wanted[0]], wanted[1]], hidden)
 
 # %% ../nbs/06_sampling.ipynb #c4323d88
 def token_logprobs(

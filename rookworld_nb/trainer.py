@@ -36,7 +36,7 @@ from .kl import (
 from .model import GPT
 from .ranks import ALONE, Ranks, add_up
 from .sampling import (
-    Rollouts, at_tokens, completion_hidden, completion_logprobs, hidden_logprobs, in_tiles, tile_rows)
+    Rollouts, at_tokens, completion_hidden, completion_logprobs, distinct, hidden_logprobs, in_tiles, tile_rows)
 
 # %% ../nbs/19_trainer.ipynb #5c06dc8a
 @dataclass(frozen=True)
@@ -662,7 +662,10 @@ def speed(
     read = [part.rollouts for part in experience.parts]
     if learning.answers:
         read, tokens = [*read, learning.answers], tokens + int(learning.answers.completion_mask.sum())
-    needed = 3*sum(group_operations(model.cfg, r.prompt_mask.sum(1), r.completion_mask.sum(1)) for r in read)
+    needed = 0
+    for r in read:    # forward and backward, equal completions once
+        owners, _, mask, _ = distinct(r.completion_ids, r.completion_mask, r.group_size)
+        needed += 3*group_operations(model.cfg, r.prompt_mask.sum(1), mask.sum(1), owners)
     possible = learning.ranks.size*product_rate(model.wte.weight.device, model.bf16)
     return {'perf/train_tok_s': tokens/max(seconds, 1e-9), 'perf/mfu': needed/possible/max(seconds, 1e-9)}
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from rookworld_nb.buffer import BufferConfig, CollectorConfig
-from rookworld_nb.config import PRESETS, RunError, TrainConfig, warned_flags
+from rookworld_nb.config import PRESETS, RunError, TrainConfig, repeated_settings, warned_flags
 from rookworld_nb.credit import gae
 from rookworld_nb.grpo import EMATracker, grpo_loss
 from rookworld_nb.kl import per_token_kl
@@ -39,7 +39,7 @@ from rookworld_nb.trainer import TrainerConfig
     (dict(fresh_share=.5), '--fresh-share 0.5: of no use without --buffer-capacity'), (dict(rare_env_ratio=.5, mix_env_ratio=0.), '--rare-env-ratio 0.5: of no use with --mix-env-ratio 0'),
     (dict(penalty=-1.), '--penalty -1.0: of no use where the parts of an answer are paid'), (dict(penalty=-1., credit='part'), '--penalty -1.0: of no use'), (dict(penalty=-1., reward_shaping='binary'), '--penalty -1.0: of no use'),
     (dict(kl_unbiased=False, kl_estimator='reverse'), 'of no use with --kl-estimator reverse'), (dict(grad_clip=math.inf), 'grad_clip=inf must be finite'),
-    (dict(kl_spike_factor=math.inf), 'kl_spike_factor=inf must be finite and above 0, or None')])
+    (dict(kl_spike_factor=math.inf), 'kl_spike_factor=inf must be finite and above 0, or none')])
 def test_bad_settings_are_refused_at_once(changes, message):
     with pytest.raises(ValueError, match=message):
         TrainConfig(**{'batch_positions': 5, 'group_size': 4, 'replays': 2} | changes)
@@ -146,3 +146,12 @@ def test_the_parts_have_the_documented_defaults_when_they_are_used_alone(functio
                                              *((name, 0) for name in ('eval_policy', 'eval_env', 'easy_first'))])
 def test_what_is_too_small_is_refused_by_its_flag(name, least):
     with pytest.raises(RunError, match=f'--{name.replace("_", "-")} {least - 1}: must be at least {least}'): TrainConfig(**{name: least - 1})
+
+
+def test_what_a_run_reads_is_found_from_any_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path/'lines.txt').touch()
+    for name in ('mine', 'nano'): (tmp_path/name).mkdir()
+    stored = repeated_settings(TrainConfig(data='lines.txt', model='mine'))
+    assert (stored['data'], stored['model']) == (str(tmp_path/'lines.txt'), str(tmp_path/'mine'))
+    assert [repeated_settings(TrainConfig(model=name))['model'] for name in ('nano', 'a/b')] == ['nano', 'a/b']    # names, no folders

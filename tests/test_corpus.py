@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import time
+from collections import Counter
 from contextlib import nullcontext
 from textwrap import dedent
 from types import SimpleNamespace
@@ -308,3 +309,11 @@ def test_rare_moves_are_apart_from_the_prompts_and_no_position_comes_twice(tmp_p
 def test_a_mate_keeps_its_distance():
     sample = policy_sample(chess.STARTING_FEN, (Candidate('e2e4', -.01), Candidate('d2d4', -999.97)), random.Random(0))
     assert '-0.0' not in sample.completion and '-999.97' in sample.completion
+
+
+@pytest.mark.parametrize('best, least, most', [(.6, 2, 4), (999.97, 20, 1000)])
+def test_the_better_a_move_is_the_likelier_it_is_played(best, least, most):
+    rng, candidates = random.Random(0), (Candidate('e2e4', best), Candidate('d2d4', 0.))
+    played = Counter(corpus._next_move(chess.Board(), candidates, rng) for _ in range(400))
+    assert least < played['e2e4']/played['d2d4'] < most and len(played) > 10    # e = 2.7 times as often as one that is .6 pawns worse; some at random
+    assert corpus._next_move(chess.Board(), candidates[:1], random.Random(0)) == 'e2e4'

@@ -380,6 +380,7 @@ def test_a_profile_leaves_weights_optimiser_prompts_and_random_numbers_alone(set
     assert torch.equal(torch.get_rng_state(), before[2]) and random.getstate() == before[3]
     assert record['optimal'] == record['profiles'][-1] == asdict(MemoryProfile(**record['optimal'])) and json.loads(json.dumps(record)) == record | {
         'profiles': list(record['profiles'])}
+    assert record['components_gb'] == memory_components(setup, record['optimal']['batch_positions'], record['optimal']['group_size'])
 
 
 def test_a_trial_is_two_real_updates_with_all_that_a_run_holds(setup):

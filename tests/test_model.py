@@ -204,7 +204,7 @@ def test_cached_steps_equal_whole_texts_while_rows_leave(B, G, Tp, side, data):
         prefix, cache = model.prefill(prompts, mask), KVCache()
         while done < 6 and len(rows):
             step = data.draw(st.integers(1, 6-done))
-            out = model.extend(new[rows, done:done+step], prefix, cache)
+            out = model.extend(new[rows, done:done+step], prefix, cache, (rows//G).bincount(minlength=B).tolist())
             assert_close(out, expected[rows, done:done+step])
             done += step
             keep = torch.tensor(data.draw(st.lists(st.booleans(), min_size=len(rows), max_size=len(rows))))
@@ -217,11 +217,9 @@ def test_rows_may_leave_before_the_first_step():
     prompts, mask, new, expected = grouped_case(model, 3, 2, 5, 2, 'left')
     keep = torch.tensor([True, False, False, False, True, True])
     with torch.no_grad():
-        with pytest.raises(SequenceError, match='before the first step'): KVCache().select(torch.tensor([0, 1]))
-        with pytest.raises(SequenceError, match='indices .int64., not torch.bool'): KVCache(n_slots=6).select(keep)
-        cache = KVCache(n_slots=6)
-        cache.select(keep.nonzero().squeeze(1))
-        assert_close(model.extend(new[keep], model.prefill(prompts, mask), cache), expected[keep])
+        with pytest.raises(SequenceError, match='indices .int64., not torch.bool'): KVCache().select(keep)
+        for cache in (KVCache(), None):
+            assert_close(model.extend(new[keep], model.prefill(prompts, mask), cache, [1, 0, 2]), expected[keep])
 
 
 def test_rows_may_leave_twice():
@@ -231,10 +229,22 @@ def test_rows_may_leave_twice():
     with torch.no_grad():
         prefix, cache = model.prefill(prompts, mask), KVCache()
         for t, kept in enumerate(([1, 3, 4, 5], [1, 3], [1])):
-            assert_close(model.extend(new[rows, t:t+1], prefix, cache), expected[rows, t:t+1])
+            assert_close(model.extend(new[rows, t:t+1], prefix, cache, (rows//2).bincount(minlength=3).tolist()), expected[rows, t:t+1])
             cache.select(torch.tensor(kept))
             rows = rows[kept]
-        assert cache.rows.tolist() == rows.tolist() == [5]
+        assert rows.tolist() == [5] and len(cache.keys[0]) == 1
+
+
+def test_a_row_may_go_on_in_several_ways():
+    model = noisy(SIZES['odd'], torch.float64)
+    prompts, mask, new, expected = grouped_case(model, 2, 3, 5, 3, 'left')
+    new[:3, :2] = new[:1, :2]    # the samples of prompt 0 agree for two tokens
+    whole = model.hidden(torch.cat([prompts.repeat_interleave(3, 0), new], 1), torch.cat([mask.repeat_interleave(3, 0), torch.ones(6, 3).bool()], 1))[:, 5:]
+    with torch.no_grad():
+        prefix, cache, once = model.prefill(prompts, mask), KVCache(), torch.tensor([0, 3, 4, 5])
+        assert_close(model.extend(new[once, :2], prefix, cache, [1, 3]), whole[once, :2])
+        cache.select(torch.tensor([0, 0, 0, 1, 2, 3]))
+        assert_close(model.extend(new[:, 2:], prefix, cache), whole[:, 2:])
 
 
 def test_the_last_hidden_state_is_that_of_the_last_real_token():
@@ -381,7 +391,7 @@ def test_no_tensor_is_made_on_another_device_and_nothing_waits_for_one():
     with torch.no_grad():
         model.extend(new, prefix, cache)
         cache.select(rows)
-        assert model.extend(new[:4], prefix, cache).shape == (4, 1, 21)
+        assert model.extend(new[:4], prefix, cache, [2, 0, 2]).shape == (4, 1, 21)
 
 
 @pytest.mark.parametrize('T, past', [(1, 0), (1, 5), (4, 0), (3, 2)])
@@ -422,7 +432,7 @@ def test_a_gpu_computes_the_same():
         assert_close(model.extend(new, prefix).cpu(), expected, atol=1e-4, rtol=1e-4)
         model.extend(new[:, :3], prefix, cache)
         cache.select(rows)
-        assert_close(model.extend(new[rows, 3:], prefix, cache).cpu(), expected[rows.cpu(), 3:], atol=1e-4, rtol=1e-4)
+        assert_close(model.extend(new[rows, 3:], prefix, cache, [2, 0, 1]).cpu(), expected[rows.cpu(), 3:], atol=1e-4, rtol=1e-4)
 
 
 # ---- what is refused, and how
@@ -460,8 +470,9 @@ def test_wrong_shapes_are_refused():
         model(ids, torch.ones(3, 3))
     with pytest.raises(SequenceError, match='prompt 1 has no real token'):
         model.prefill(ids, torch.tensor([[1]*4, [0]*4, [0]*3+[1]]))
-    with pytest.raises(SequenceError, match='7 rows cannot continue 3 prompts'):
-        model.extend(torch.zeros(7, 1, dtype=torch.long), model.prefill(ids))
+    for counts, words in ((None, '2, 2, 2'), ([3, 3], '3, 3'), ([1, 2, 3], '1, 2, 3')):
+        with pytest.raises(SequenceError, match=f'7 rows cannot continue 3 prompts with {words} rows'):
+            model.extend(torch.zeros(7, 1, dtype=torch.long), model.prefill(ids), counts=counts)
     for bad in (ids[0], ids[:, :0]):
         with pytest.raises(SequenceError, match='ids must be'): model.extend(bad, model.prefill(ids))
 
@@ -471,6 +482,6 @@ def test_a_foreign_cache_is_refused():
     with torch.no_grad():
         prefix, cache = model.prefill(ids), KVCache()
         model.extend(ids[:, :2], prefix, cache)
-        for rows in (2, 6):
-            with pytest.raises(SequenceError, match=f'{rows} rows cannot continue 3 prompts'):
+        for rows, words in ((2, '3 prompts'), (6, 'the 3 of the cache')):
+            with pytest.raises(SequenceError, match=f'{rows} rows cannot continue {words}'):
                 model.extend(torch.zeros(rows, 1, dtype=torch.long), prefix, cache)

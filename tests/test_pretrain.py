@@ -200,6 +200,14 @@ def gradients(step, steps=10):
     return learner.model.h[0].attn.c_attn.weight.grad, learner.probes.board[1].weight.grad, figures
 
 
+def test_only_the_places_of_a_board_get_a_code():
+    model = GPT(GPTConfig(vocab_size=TOKENIZER.get_vocab_size(), n_positions=256, n_embd=8, n_layer=1, n_head=1))
+    before = model.wpe.weight.detach().clone()
+    pretrain_module.board_init_(model, TOKENIZER)
+    changed = (model.wpe.weight != before).any(1).nonzero().flatten().tolist()
+    assert changed == [*range(1, 72), *range(83, 154)]    # 64 squares and 7 slashes: of the prompt, and of the board in an answer
+
+
 def test_probes_teach_the_model_less_and_less(monkeypatch):
     (early, asked, figures), (late, *_), (end, silent, _) = gradients(0), gradients(5), gradients(10)
     assert {'A/probes/board 1', 'A/probes/board 84', 'A/probes/start', 'A/probes/king', 'A/probes/knights'} <= set(figures)

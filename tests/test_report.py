@@ -545,6 +545,7 @@ def test_a_reward_of_ones_own_is_in_view():
     table = pd.DataFrame(simulated_run(8)).assign(**{'task_P/reward': np.linspace(2, 9, 8)})
     reward, *_ = plot_task(table, 'P').axes
     assert reward.get_ylim()[1] > 9 and reward.get_ylim()[0] < 2
+    assert plot_task(table, 'X') is plot_task(table.assign(**{'task_X/reward': math.nan}), 'X') is None
 
 
 def test_a_part_fills_its_panel_and_one_that_hardly_moves_looks_like_it():

@@ -35,7 +35,8 @@ from rookworld_nb.positions import shipped, write_lines
 from rookworld_nb.records import read_completions, read_metrics
 from rookworld_nb.rewards import RewardScorer, read_policy
 from rookworld_nb.rules import AnalysisCache
-from rookworld_nb.run import Run, alone_in, cache_words, closing_table, levers, origin_of, read_events, resumed_config, run_state, run_summary, save_run, steer, train
+from rookworld_nb.run import (Run, alone_in, cache_words, closing_table, is_going_on, levers, origin_of, read_events, resumed_config, run_state,
+                              run_summary, save_run, steer, train)
 from rookworld_nb.setup import examine, planned_work
 from rookworld_nb.tasks import read_prompt
 from rookworld_nb.weights import load_pretrained, save_pretrained
@@ -181,7 +182,7 @@ def test_a_lock_that_cannot_be_opened_is_said_and_the_run_goes_on(tmp_path, capl
     (tmp_path/'run'/'.lock').mkdir(parents=True)    # stands for what a file system refuses
     with closing(Run(replace(TINY, output_dir=str(tmp_path/'run'))).steps()) as steps:
         assert next(steps)['step'] == 1
-    assert 'run: cannot be locked (' in caplog.text and 'no other run goes on there' in caplog.text
+    assert 'run: cannot be locked (' in caplog.text and 'no other run goes on there' in caplog.text and not is_going_on(tmp_path/'run')
     with pytest.raises(IsADirectoryError, match='of the block'), alone_in(tmp_path/'run'): raise IsADirectoryError('of the block')
 
 

@@ -193,14 +193,15 @@ def ends_at(lengths):
 @example([7]*3+[2]*9)
 def test_whatever_rows_end_when_the_others_go_on_as_if_alone(tokenizer, lengths):
     model, extended, extend = make_model(), [], GPT.extend
-    def counted(self, ids, prefix, cache=None):
+    def counted(self, ids, prefix, cache=None, counts=None):
         extended.append((len(ids), len(prefix.lengths)))
-        return extend(self, ids, prefix, cache)
+        return extend(self, ids, prefix, cache, counts)
     with mock.patch.object(sampling, 'draw', ends_at(lengths)), mock.patch.object(GPT, 'extend', counted):
         r = sample(model, tokenizer, PROMPTS, 3, 10, 1., seeded())
     assert r.completion_mask.sum(1).tolist() == lengths and r.completion_ids.shape[1] == max(lengths)
     alive = [[i for i, n in enumerate(lengths) if n > t] for t in range(1, max(lengths))]
-    assert [n for n, _ in extended] == [len(rows) for rows in alive]
+    said = [{(i//3, *r.completion_ids[i, :t].tolist()) for i in rows} for t, rows in enumerate(alive, 1)]
+    assert [n for n, _ in extended] == [len(texts) for texts in said]    # rows that agree are computed once
     assert all(0.75*stored < len({i//3 for i in rows}) for (_, stored), rows in zip(extended, alive))  # prompts too
     assert all(r.completion_ids[row, n-1] == END and (r.texts[row] == '') == (n == 1) for row, n in enumerate(lengths))
     with torch.no_grad():
@@ -373,6 +374,25 @@ def test_hidden_states_come_in_row_order_whatever_the_lengths(lengths, seed):
         got = completion_hidden(model, prompts, torch.ones(3, 6, dtype=torch.bool), ids, mask, 2)
         full = model.hidden(torch.cat([prompts.repeat_interleave(2, 0), ids], 1))[:, 5:-1]
     assert_close(got, full[mask], atol=2e-5, rtol=1e-4)
+
+
+@settings(max_examples=30)
+@given(st.lists(st.integers(0, 3), min_size=12, max_size=12), st.integers(0, 1000))
+def test_equal_completions_are_computed_once_and_their_gradients_add_up(chosen, seed):
+    model, g, computed = make_model().double(), seeded(seed), []
+    prompts = torch.randint(1, 24, (3, 6), generator=g)
+    prompt_mask, lengths = torch.ones(3, 6, dtype=torch.bool), torch.tensor([2, 4, 9, 9])[chosen]
+    ids = torch.randint(1, 24, (4, 9), generator=g)[chosen]
+    mask = torch.arange(9) < lengths[:, None]
+    ids[~mask], weights = END, torch.rand(int(mask.sum()), 16, generator=g, dtype=torch.float64)    # each copy has its own
+    counter = model.h[0].register_forward_hook(lambda block, args, out: computed.append(out.shape[:2]))
+    got = completion_hidden(model, prompts, prompt_mask, ids, mask, 4)
+    counter.remove()
+    full = model.hidden(torch.cat([prompts.repeat_interleave(4, 0), ids], 1))[:, 5:-1][mask]
+    assert_close(got, full)
+    gradients = [torch.autograd.grad((weights*hidden).sum(), model.wpe.weight)[0] for hidden in (got, full)]
+    assert_close(*gradients)
+    assert [rows for rows, _ in computed] == [3, len({(i//4, choice) for i, choice in enumerate(chosen)})]
 
 
 # ---------------------------------------------------------------- refusals

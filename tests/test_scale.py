@@ -558,8 +558,9 @@ def test_bins_of_a_range_with_many_equal_values_have_names_of_their_own():
 
 def test_a_value_that_goes_with_some_of_the_others_is_fine(tmp_path):
     given = {'output_dir': str(tmp_path/'study'), 'steps': 20}
-    for space in (('kl_warmup_steps=5|10', 'kl_warmup_factor=.25|.5'), ('use_gae=true', 'gamma=.9|.95'), ('buffer_capacity=2|4', 'fresh_share=.1|.5')):
-        assert len(Search(given, space).points) in (2, 4)
+    for space in (('kl_warmup_steps=5|10', 'kl_warmup_factor=.25|.5'), ('use_gae=true', 'gamma=.9|.95'), ('buffer_capacity=2|4', 'fresh_share=.1|.5'),
+                  ('penalty=-.5|-.2', 'credit=none|part|answer')):
+        assert len(Search(given, space).points) in (2, 4, 6)
     with pytest.raises(RunError, match='--kl-warmup-factor 0.25: acts only with'): Search(given, ('kl_warmup_factor=.25|.5', 'lr=1e-4|1e-5'))
 
 
