@@ -436,8 +436,8 @@ def continuing(
     if len(counts) != B or sum(counts) != N:
         raise SequenceError(f'{N} rows cannot continue {B} prompts with {", ".join(map(str, counts))} rows')
     if past and N != (n := len(cache.keys[0])): raise SequenceError(f'{N} rows cannot continue the {n} of the cache')
-    G = max(counts)    # of a grid of B*G slots, where some may be empty
-    rows = None if min(counts) == G else ids.new_tensor([i*G+j for i, n in enumerate(counts) for j in range(n)])
+    grid = torch.arange(B*(G := max(counts)), device=ids.device).view(B, G)    # slots, of which some may be empty
+    rows = None if min(counts) == G else torch.cat([grid[i, :n] for i, n in enumerate(counts)])
     start = past + prefix.lengths.repeat_interleave(G)[slice(None) if rows is None else rows][:, None]      # (N, 1)
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if cache is not None: k, v = cache.append(layer, k, v)
