@@ -440,7 +440,8 @@ def priced(
 ) -> tuple[Scores, Tensor]:  # the scores with lower rewards; (N,) what was taken from each
     "Take the KL of each completion, kl1 summed over its tokens, from its reward."
     done = draft.rollouts
-    price = weight*(per_token_kl(done.logprobs, draft.ref_logprobs, 'kl1')*done.completion_mask).sum(1).cpu()
+    apart = per_token_kl(done.logprobs, draft.ref_logprobs, 'kl1')*done.completion_mask
+    price = weight*apart.masked_fill(apart.abs() < 1e-5, 0.).sum(1).cpu()    # that is rounding, and may not break a tie
     return replace(scores, rewards=scores.rewards - price), price
 
 

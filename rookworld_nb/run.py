@@ -187,8 +187,8 @@ def resumed_config(
     stored = defaults | found    # an older run lacks settings that came later
     if strange := sorted(stored.keys() - defaults.keys()):
         raise RunError(f'--resume: {folder/"config.json"} is not of a run, which has no {", ".join(strange[:3])}')
-    if missing := {'model', 'seed', 'steps', *OPEN} - found.keys():
-        raise RunError(f'--resume: {folder/"config.json"} is not of a run, which has {", ".join(sorted(missing))}')
+    if missing := [name for name in ('model', 'seed', 'steps', *OPEN) if name not in found]:
+        raise RunError(f'--resume: {folder/"config.json"} is not of a run, which has {", ".join(missing[:3])}')
     asked.pop('auto_batch_size', None)    # it has chosen, once
     for name, value in asked.items():
         if name not in stored:
