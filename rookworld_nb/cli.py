@@ -210,8 +210,9 @@ def read_row(
                          'perhaps with a "target"') from None
     if not isinstance(row, dict) or not {'prompt', 'completion'} <= row.keys():
         raise UsageError(f'{place}: need an object with the texts prompt and completion, not {line.strip()[:60]}')
-    for key, words in (('prompt', 'a text'), ('completion', 'a text'), ('target', 'a text or null')):
-        if not isinstance(row.get(key), str | None if key == 'target' else str):
+    for key, kind in (('prompt', str), ('completion', str), ('target', str | None)):
+        if not isinstance(row.get(key), kind):
+            words = 'a text' if kind is str else 'a text or null'
             raise UsageError(f'{place}: {key} must be {words}, not {row[key]!r}')
     return row
 
