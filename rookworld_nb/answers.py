@@ -44,7 +44,7 @@ class Answers:
 
     def to(
         self,
-        device: torch.device,  # where they shall be
+        device: torch.device,  # where they go
     ) -> 'Answers':
         "The same on another device."
         return Answers(*(tensor.to(device) for tensor in vars(self).values()))

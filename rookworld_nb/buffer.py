@@ -590,7 +590,7 @@ class StoredGroup:
 def put_together(
     experiences: Mapping[int, Experience],  # the stored collections by number
     groups: Sequence[StoredGroup],          # the groups wanted, sorted by place
-    measured: Mapping[str, float],          # the metrics that the minibatch shall report
+    measured: Mapping[str, float],          # the metrics that the minibatch reports
     fresh: bool,                            # whether some group was sampled by the policy as it is
 ) -> Experience:                            # with a part for every part of a collection that has a group here
     "Make a minibatch of groups."
@@ -609,7 +609,7 @@ def stored_groups(
     born: int,               # minibatches dealt so far
     due: int,                # the pass that is going on
     drop_tied: bool,         # leave groups without an advantage out, unless all of them are
-) -> list[StoredGroup]:      # what the buffer shall deal of it
+) -> list[StoredGroup]:      # what the buffer deals of it
     "The groups of a collection."
     places = [(at, prompt, idle) for at, part in enumerate(experience.parts)
               for prompt, idle in enumerate(idle_groups(part))]
@@ -725,7 +725,7 @@ def part_state(
 
 def part_from(
     state: dict[str, Any],  # from `part_state`
-    device: torch.device,   # where the tensors of the rollouts shall be
+    device: torch.device,   # where the tensors of the rollouts go
 ) -> RolloutPart:
     "Put a part together again."
     here = {name: value.to(device) if isinstance(value, Tensor) and name != 'rewards' else value
@@ -774,7 +774,7 @@ def buffer_state(
 def restore_buffer(
     buffer: RolloutBuffer,  # changed in place
     state: dict[str, Any],  # from `buffer_state`
-    device: torch.device,   # where the tensors of the rollouts shall be
+    device: torch.device,   # where the tensors of the rollouts go
 ) -> None:
     "Continue from a checkpoint."
     found = {}

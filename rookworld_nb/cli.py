@@ -24,6 +24,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
+from functools import partial
 from importlib.resources import files as files_of
 from pathlib import Path
 from types import SimpleNamespace
@@ -395,7 +396,7 @@ USED_BY = {'against': tuple(SUITES), 'max_new_tokens': tuple(SUITES), 'limit': A
 # %% ../nbs/35_cli.ipynb #58b4cb13
 def shown_plies(
     model,              # a GPT
-    plies: int | None,  # last moves that an A: prompt shall show; None: as many as the model is used to
+    plies: int | None,  # last moves that an A: prompt shows; None: as many as the model is used to
 ) -> int:               # how many
     "The plies that a model of this size is used to, unless told otherwise."
     from rookworld_nb.config import TrainConfig
@@ -418,7 +419,7 @@ def check_passes(
 def measure(
     loaded: tuple,                  # model and tokenizer
     samples: list,                  # of `evaluation_samples`
-    plies: int,                     # last moves that an A: prompt shall show
+    plies: int,                     # last moves that an A: prompt shows
     passes: dict[float, int],       # temperature -> completions of each prompt
     **options,                      # of `evaluate.evaluate`
 ):                                  # -> pandas table, one row a completion; None without samples
@@ -426,13 +427,15 @@ def measure(
     if not samples:
         return None
     import pandas as pd
+    from tqdm import tqdm
     from rookworld_nb.config import TrainConfig
     from rookworld_nb.evaluate import evaluate
     from rookworld_nb.positions import with_history
     from rookworld_nb.rewards import RewardScorer
     scorer, shown = RewardScorer(TrainConfig().rewards), with_history(samples, plies)
-    return pd.concat(evaluate(*loaded, shown, each, scorer=scorer, samples_per_prompt=count, **options)
-                     for each, count in passes.items())
+    progress = partial(tqdm, unit='batch', leave=False, dynamic_ncols=True, disable=None)    # on a terminal
+    return pd.concat(evaluate(*loaded, shown, each, scorer=scorer, samples_per_prompt=count, progress=progress,
+                              **options) for each, count in passes.items())
 
 # %% ../nbs/35_cli.ipynb #3c221759
 def suite_puzzles(
@@ -524,7 +527,7 @@ def evaluate_model(
     max_new_tokens: int = ANSWER_TOKENS,     # longest completion of policy, env and stress
     games: int = 20,                         # of self-play, and of a match; even, both sides play White
     levels: tuple[str, ...] = WEAKEST,       # of stockfish: skill=0 to skill=20, elo=N, nodes=N
-    history_plies: int | None = None,        # env, selfplay: last moves of an A: prompt; none: 1, or 10 if large
+    history_plies: int | None = None,        # last moves of an A: prompt; none: 1, or 10 if large; shipped lines show 1
     stockfish_path: str | None = None,       # the engine; none: looked for
     seed: int = 0,                           # of the sampling, and of the moves that replace illegal ones in a match
     batch_size: int = 256,                   # completions at a time
@@ -783,6 +786,11 @@ def run_command(
         setting, equals, rest = str(error).partition('=')
         if not equals or setting not in flags or not is_input_error(error): raise
         raise UsageError(f'{flags[setting].word} {rest}') from error    # a part knows settings, not flags
+    except (RuntimeError, MemoryError) as error:
+        from rookworld_nb.hardware import is_out_of_memory
+        if 'batch_size' not in own or not is_out_of_memory(error): raise
+        why = ' '.join(str(error).split())[:160]
+        raise UsageError(f'memory ran out ({why}): a smaller --batch-size takes less') from error
 
 # %% ../nbs/35_cli.ipynb #629bfe06
 def overview() -> str:  # several lines

@@ -152,7 +152,7 @@ def _make_shards(paths: list[Path], make, workers: int) -> list[Path]:
 # %% ../nbs/15_corpus.ipynb #f5c9d1e7
 def make_policy_data(
     folder: str | Path,   # where the shards go
-    n_shards: int,        # how many shards there shall be
+    n_shards: int,        # how many shards to make
     size: int = 2000,     # positions in a shard
     nodes: int = 1000,    # Stockfish's node limit a position
     seed: int = 0,        # with the shard's number it decides everything
@@ -400,7 +400,7 @@ def _ordinary(fen: str, rng: random.Random) -> Sample:
 
 def make_env_data(
     folder: str | Path,   # where the policy shards are and the A: shards go
-    n_shards: int,        # how many shards there shall be
+    n_shards: int,        # how many shards to make
     size: int = 800,      # samples in a shard
     seed: int = 0,        # with the shard's number it decides everything
     workers: int = 2,     # processes side by side

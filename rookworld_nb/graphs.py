@@ -80,7 +80,8 @@ def _attend_kernel(q, k, v, prompt_k, prompt_v, bias, keys, values, out, at, row
     most, total, summed = tl.sum(query*key.to(tl.float32), 0), 1., value.to(tl.float32)
     for start in range(0, width, BLOCK):
         place = start + tl.arange(0, BLOCK)
-        there, shift = prompt + place[:, None]*d + x, tl.load(bias + n//G*width + place, place < width, 0.)
+        there = prompt + place[:, None]*d + x
+        shift = tl.load(bias + n//G*width + place, place < width, 0.).to(tl.float32)
         most, total, summed = _take_in(prompt_k, prompt_v, there, place < width, real, shift, query,
                                        most, total, summed)
     for start in range(0, t, BLOCK):
@@ -149,7 +150,7 @@ def draw_fused(
 
 @lru_cache
 def has_kernels(
-    device: torch.device,  # where they shall run
+    device: torch.device,  # where they run
 ) -> bool:
     "Whether Triton works there: it needs an NVIDIA GPU, a C compiler and Python's headers."
     if device.type != 'cuda' or triton is None: return False
@@ -333,7 +334,7 @@ class GraphDecoder(Recordings):
         self.take_weights(model)
         shape = 1 << (B-1).bit_length(), 16*math.ceil(width/16), rows//B, 16*math.ceil(limit/16)
         with torch.cuda.device_of(noise):    # it may not be the current one
-            tables, play = self.find(shape, temperature, end_id)
+            tables, play = self.find(shape, float(temperature), end_id)
             tables.fill(prefix, noise, end_id)
             for t in range(1, limit+1):
                 play()

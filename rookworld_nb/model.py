@@ -418,7 +418,7 @@ def attend_repeated(
     'The same in one attention, each row with a copy of its prompt: faster where a kernel never writes the scores.'
     (N, _, T, _), S, B = q.shape, k.shape[2], len(prompt_k)
     if bias is None: bias = q.new_zeros(B, 1, 1, prompt_k.shape[2])
-    def for_rows(x): return x.repeat_interleave((n_slots or N)//B, 0)[slice(None) if rows is None else rows]
+    def for_rows(x): return x.repeat_interleave(N//B, 0) if rows is None else x[rows // (n_slots//B)]
     keys, values = (torch.cat([for_rows(prompt), own], 2) for prompt, own in ((prompt_k, k), (prompt_v, v)))
     biases = for_rows(bias.to(q.dtype)).expand(N, 1, T, -1), own_bias.expand(N, 1, T, S)
     return attention(q, keys, values, torch.cat(biases, -1))

@@ -148,7 +148,7 @@ class PretrainError(ValueError):
 
 def batches(
     rows: Packed,       # the rows to deal
-    tokens: int,        # about how many tokens a batch shall have, padding included
+    tokens: int,        # about how many tokens a batch has, padding included
     seed: int,          # order
     start: int = 0,     # batches to skip: where an earlier run stopped
 ) -> Iterator[np.ndarray]:  # row numbers of one batch; endless, in a new order every epoch

@@ -52,7 +52,7 @@ POSITIVE = ('policy_format_weight', 'env_format_weight', 'eval_tolerance', 'best
 
 def is_inside(
     name: str,      # of a setting with a fraction
-    value: Any,     # what it shall be
+    value: Any,     # the value given
 ) -> tuple[bool, str]:  # whether it may; what it may be, in words
     """Whether a number lies in the range of its setting."""
     low, high = RANGES.get(name, (0., math.inf))

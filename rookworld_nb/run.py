@@ -560,8 +560,9 @@ def room_in_words(
     try: yield
     except (RuntimeError, MemoryError, CheckpointError) as error:
         resume = f'; --resume goes on after step {run.saved}' if run.saved else ''
-        if isinstance(error, CheckpointError): raise CheckpointError(f'{error}{resume}') from error
-        if not is_out_of_memory(error): raise
+        if not is_out_of_memory(error):
+            if isinstance(error, CheckpointError): raise CheckpointError(f'{error}{resume}') from error
+            raise
         why = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise RunError(f'memory ran out ({why[:160]}): a smaller '
                        '--micro-batch-size takes less, so do --gradient-checkpointing and a smaller --batch-positions; '

@@ -154,7 +154,7 @@ class Rollouts:
 
     def to(
         self,
-        device: torch.device | str,  # where the tensors shall be
+        device: torch.device | str,  # where the tensors go
     ) -> 'Rollouts':
         'The same rollouts with their tensors on another device.'
         return replace(self, **{name: x.to(device) for name, x in vars(self).items() if isinstance(x, Tensor)})

@@ -7,7 +7,7 @@ __all__ = ['logger', 'OFTEN', 'SIGHT', 'warn_of_labels', 'apart_from_evaluation'
            'heldout_samples', 'run_folder', 'both_devices', 'warn_weightless', 'paid_by', 'refusal', 'try_reward',
            'shortened', 'open_engine', 'announced', 'prompts_of', 'answers_of', 'collector_of', 'Setup',
            'updates_per_batch', 'prompts_to_draw', 'planned_work', 'trial_run', 'memory_components', 'profile_batches',
-           'choose_batch', 'examine', 'glance']
+           'choose_batch', 'answered_at_once', 'examine', 'glance']
 
 # %% ../nbs/30_setup.ipynb #a453277b
 import copy
@@ -33,8 +33,8 @@ from .config import RunError, TrainConfig, typed, warned_flags, whole_answers
 from .credit import PartCredit
 from .evaluate import evaluate
 from .hardware import (
-    SIZES, KeptForBackward, adam_bytes, kv_cache_bytes, prepare_model, search_batch, set_allocator, tensor_bytes,
-    unchanged, use_hardware)
+    SIZES, KeptForBackward, adam_bytes, kv_cache_bytes, prepare_model, reset_peak, search_batch, set_allocator,
+    tensor_bytes, unchanged, use_hardware)
 from .model import GPT, num_parameters
 from .positions import (
     DataError, PromptMix, Sample, apart_from, by_task, is_rare, read_lines, shipped, shipped_positions, spread,
@@ -85,7 +85,7 @@ OFTEN = 10    # a prompt dealt more than this many times as often as another is 
 
 def warn_of_few(
     asked: Sequence[Sample],  # A: prompts, perhaps none
-    ratio: float,             # share of them that shall have a rare outcome, above 0
+    ratio: float,             # share of them that has a rare outcome, above 0
 ) -> None:
     "Warn where the prompts with a rare outcome are so few that each comes again and again."
     rare = sum(map(is_rare, asked))
@@ -386,11 +386,13 @@ def trial_run(
     other.assemble(replace(run.config, steps=2, kl_warmup_steps=0, kl_warmup_factor=TrainConfig.kl_warmup_factor,
                            batch_positions=batch_positions, group_size=group_size,
                            minibatch_positions=learned_from and min(learned_from, batch_positions)))
-    with unchanged(run.model), closing(other.trainer.run(other.buffer)) as rows:
-        next(rows)
-        other.trainer.remember()
-        next(rows, None)
-    if run.model.decoder: run.model.decoder.forget()    # it would count in the next trial
+    try:
+        with unchanged(run.model), closing(other.trainer.run(other.buffer)) as rows:
+            next(rows)
+            other.trainer.remember()
+            next(rows, None)
+    finally:    # memory may have run out
+        if run.model.decoder: run.model.decoder.forget()    # it would count in the next trial
     return other
 
 # %% ../nbs/30_setup.ipynb #20ef2816
@@ -406,7 +408,7 @@ def memory_components(
     parts, room = [part.rollouts for part in other.buffer.newest.parts], run.model.cfg.n_positions
     caches = [kv_cache_bytes(run.model.cfg, len(r.texts), min(run.config.max_new_tokens, room - r.prompt_ids.shape[1]),
                              *r.prompt_ids.shape, element=2 if run.config.bf16 else 4) for r in parts]
-    cache = sum(caches) if run.model.decoder else max(caches)    # recorded steps keep theirs, one for each task
+    cache = sum(caches) if run.model.decoder else max(caches)    # recorded steps keep theirs, one a task or more
     return {name: size/1e9 for name, size in {
         'weights': weights, 'reference': tensor_bytes(run.reference.parameters()), 'gradients': weights, 'adam': adam,
         'last_good_state': weights + adam, 'kv_cache': cache, 'activations': meter.peak}.items()}
@@ -428,6 +430,7 @@ def choose_batch(
 ) -> None:
     "Build the parts around the models again, with the largest batch that fits."
     run.profiles = profile_batches(run)
+    reset_peak(run.model.wte.weight.device)    # that of the run is to be told, not that of the search
     logger.info(run.profiles['line'])
     chosen = run.profiles['optimal']['batch_positions']
     check_room(run.config.buffer, chosen)
@@ -435,6 +438,13 @@ def choose_batch(
 
 # %% ../nbs/30_setup.ipynb #03b77172
 SIGHT = {'P': ('legal_fraction', 'best_move_accuracy'), 'A': ('state_exact',)}    # beside the reward
+
+
+def answered_at_once(
+    config: TrainConfig,  # of a run
+) -> int:                 # held-out completions sampled together, 64 to 256
+    "As many as a batch of the run has: what fits while it learns fits while it is evaluated."
+    return min(256, max(64, config.batch_positions*config.group_size))
 
 
 def examine(
@@ -446,7 +456,8 @@ def examine(
     progress = partial(tqdm, unit='batch', leave=False, dynamic_ncols=True, disable=None if run.ranks.first else True)
     sampled, model = {run.config.temperature: run.config.eval_samples, 0.: 1}, model or run.model
     tables = [evaluate(model, run.tokenizer, run.heldout, temperature, run.config.seed,
-                       scorer or run.scorer, count, run.config.max_new_tokens, ranks=run.ranks, progress=progress)
+                       scorer or run.scorer, count, run.config.max_new_tokens, answered_at_once(run.config),
+                       run.ranks, progress)
               for temperature, count in sampled.items()]
     if model.decoder: model.decoder.forget()    # its places are for other shapes than those of the training
     return pd.concat(tables, ignore_index=True)
@@ -456,7 +467,8 @@ def glance(
     run: Setup,  # between two steps; nothing that the training draws is touched
 ) -> dict[str, float]:  # eval/<task>_<metric>: mean over the held-out positions
     "Greedy answers of the policy as it is, for the metrics of a step."
-    table = evaluate(run.model, run.tokenizer, run.heldout, 0., run.config.seed, run.scorer,
-                     max_new_tokens=run.config.max_new_tokens, ranks=run.ranks)
+    table = evaluate(run.model, run.tokenizer, run.heldout, 0., run.config.seed, run.scorer, 1,
+                     run.config.max_new_tokens, answered_at_once(run.config), run.ranks)
+    if run.model.decoder: run.model.decoder.forget()    # as after `examine`
     return {f'eval/{task}_{name}': rows[name].mean() for task, rows in table.groupby('task')
             for name in ('reward', *SIGHT[task])}

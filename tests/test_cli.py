@@ -806,7 +806,7 @@ def test_eval_measures_both_tasks(call, tiny, cwd):
     words = ['eval', '--model', tiny, '--data', 'lines.txt', '--max-new-tokens', '8']
     code, lines, errors = call(*words, '--json', '--temperature', '0,0.7')
     report = json.loads(lines[0])
-    assert code == 0 and len(lines) == 1 and 'line 8' in errors
+    assert code == 0 and len(lines) == 1 and 'line 8' in errors and 'batch' not in errors    # a bar is for terminals
     assert {(row['task'], row['temperature']) for row in report['metrics']} == {(t, x) for t in 'PA' for x in (0., .7)}
     assert {row['n'] for row in report['metrics'] if row['task'] == 'A'} == {6}
     assert all(row['low'] <= row['mean'] <= row['high'] for row in report['metrics'] if 'low' in row)
@@ -895,6 +895,17 @@ def test_eval_says_what_is_known_before_it_is_interrupted(call, cwd, monkeypatch
     monkeypatch.setattr('rookworld_nb.suites.self_play', interrupt)
     code, lines, errors = call('eval', '--suite', 'mate,selfplay', '--limit', '3', '--games', '2')
     assert code == 130 and lines[1] == 'mate, at temperature 0' and lines[3].startswith('solved') and 'interrupted' in errors
+
+
+@pytest.mark.parametrize('words', [('eval', '--limit', '2'), ('generate', 'P: ' + START)])
+def test_memory_that_runs_out_is_said_with_what_takes_less(call, cwd, monkeypatch, words):
+    def fail(*given): raise error
+    monkeypatch.setattr(GPT, 'prefill', fail)
+    error = RuntimeError("[enforce fail at alloc_cpu.cpp:127] . DefaultCPUAllocator: can't allocate memory:\nError code 12 (Cannot allocate memory)")
+    code, _, errors = call(*words)
+    assert code == 2 and 'memory ran out (' in errors and 'a smaller --batch-size takes less' in errors and len(errors.splitlines()) == 1
+    error = RuntimeError('ours')
+    with pytest.raises(RuntimeError, match='^ours$'): call(*words)
 
 
 def test_eval_says_which_task_the_data_lacks(call, tiny, cwd):

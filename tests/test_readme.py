@@ -23,6 +23,10 @@ def run_snippet(tmp_path, monkeypatch):
     return run
 
 
+def test_a_model_learns_a_letter(run_snippet):
+    assert run_snippet('grpo_loss(')['rewards'].mean() > .9
+
+
 def test_the_model_answers(run_snippet):
     assert len(run_snippet('print(rollouts.texts)')['rollouts'].texts) == 4
 
@@ -40,4 +44,4 @@ def test_a_run_is_trained_continued_and_reported(run_snippet, monkeypatch, capsy
 
 
 def test_nothing_of_it_is_left_out():
-    assert len(SNIPPETS) == 2
+    assert len(SNIPPETS) == 3

@@ -287,6 +287,8 @@ def test_memory_that_runs_out_is_said_with_what_takes_less(tmp_path, monkeypatch
     error = torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2.00 GiB.\nMore')
     with pytest.raises(RunError, match=r'memory ran out \(CUDA out of memory. Tried to allocate 2.00 GiB.\): .*--micro-batch-size .*--resume goes on after step 2'):
         train(replace(TINY, output_dir=str(tmp_path/'run')))
+    steps, error = [0]*3, CheckpointError('final_checkpoint: cannot be written: Cannot allocate memory')    # no fault of the disk
+    with pytest.raises(RunError, match='memory ran out .*--micro-batch-size'): train(replace(TINY, output_dir=str(tmp_path/'written')))
     steps, error = [0]*3, RuntimeError('ours')
     with pytest.raises(RuntimeError, match='^ours$'): train(replace(TINY, output_dir=str(tmp_path/'other')))
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import chess
 import pytest
+import torch
 
 from rookworld_nb.config import BY_SIZE, RunError, TrainConfig
 from rookworld_nb.graphs import GraphDecoder
@@ -15,7 +16,7 @@ from rookworld_nb.rewards import EngineSilentError
 from rookworld_nb.rules import LABEL_NODES, Stockfish, fen_key, find_stockfish
 from rookworld_nb.run import Run
 from rookworld_nb.sampling import PromptLengthError
-from rookworld_nb.setup import Setup, examine, heldout_samples, planned_work, run_folder, training_samples, trial_run
+from rookworld_nb.setup import Setup, examine, glance, heldout_samples, planned_work, run_folder, training_samples, trial_run
 from rookworld_nb.tasks import parse_env
 from rookworld_nb.weights import ModelNameError, load_pretrained, save_pretrained
 from short_runs import SHORT, TINY
@@ -210,8 +211,31 @@ def test_evaluations_and_trials_give_back_what_a_decoder_keeps(tmp_path):
     assert not run.model.decoder.recorded and examine(run, run.reference).equals(plain) and not run.reference.decoder.recorded
     trial_run(run, 2, 2)
     assert not run.model.decoder.recorded
+    glance(run)
+    assert not run.model.decoder.recorded
     run.model.decoder = None
     assert examine(run)['completion'].equals(plain['completion'])
+
+
+def test_a_trial_that_does_not_fit_keeps_nothing(tmp_path, monkeypatch):
+    def fail(*given):
+        assert run.model.decoder.recorded
+        raise torch.OutOfMemoryError('CUDA out of memory')
+    run = Setup(replace(SHORT, output_dir=str(tmp_path/'run'), max_new_tokens=24))
+    run.model.decoder = GraphDecoder()
+    monkeypatch.setattr('rookworld_nb.trainer.take_step', fail)
+    with pytest.raises(torch.OutOfMemoryError): trial_run(run, 2, 2)
+    assert not run.model.decoder.recorded
+
+
+@pytest.mark.parametrize('prompts, group_size, at_once', [(32, 8, 256), (8, 8, 64), (16, 8, 128), (2, 4, 64), (128, 8, 256)])
+def test_an_evaluation_answers_as_many_prompts_at_once_as_the_run(tmp_path, monkeypatch, prompts, group_size, at_once):
+    seen = []
+    monkeypatch.setattr('rookworld_nb.evaluate.completions', lambda *given: seen.append(given[7]) or [''] * len(given[2]) * given[3])
+    run = Setup(replace(SHORT, output_dir=str(tmp_path/'run'), batch_positions=prompts, group_size=group_size, eval_policy=2, eval_env=1, eval_samples=1))
+    examine(run)
+    glance(run)
+    assert {*seen} == {at_once} and len(seen) == 6
 
 
 def test_the_plan_says_where_a_number_is_only_the_least(tmp_path):
