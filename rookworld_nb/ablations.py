@@ -184,7 +184,7 @@ def read_results(
     if not path.exists():
         return pd.DataFrame(columns=columns)
     try: table = pd.read_csv(path, dtype={'settings': str})
-    except pd.errors.EmptyDataError: table = pd.DataFrame()
+    except (pd.errors.EmptyDataError, pd.errors.ParserError): table = pd.DataFrame()
     if not {*columns} <= {*table}:
         raise AblationError(f'{path}: no results of such a study, whose columns are {", ".join(columns)} and more; '
                             'start it in a new folder')

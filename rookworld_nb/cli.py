@@ -156,7 +156,7 @@ def generate(
     temperature: float = 0.,    # logits are divided by it; 0 is greedy
     max_new_tokens: int = ANSWER_TOKENS,  # longest completion
     seed: int = 0,              # of the sampling
-    batch_size: int = 64,       # completions at a time
+    batch_size: int = 64,       # completions at a time, all of one prompt together
     device: str = 'auto',       # cpu, cuda, cuda:1; auto takes the GPU where there is one
     json: bool = False,         # JSON lines with the log-probability of every token
 ) -> None:
@@ -530,7 +530,7 @@ def evaluate_model(
     history_plies: int | None = None,        # last moves of an A: prompt; none: 1, or 10 if large; shipped lines show 1
     stockfish_path: str | None = None,       # the engine; none: looked for
     seed: int = 0,                           # of the sampling, and of the moves that replace illegal ones in a match
-    batch_size: int = 256,                   # completions at a time
+    batch_size: int = 256,                   # completions at a time, all of one prompt together
     device: str = 'auto',                    # cpu, cuda, cuda:1; auto takes the GPU where there is one
     json: bool = False,                      # one JSON object instead of tables
 ) -> None:

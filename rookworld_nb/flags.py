@@ -199,7 +199,7 @@ def settings_in(
         table = json.loads(text) if path.endswith('.json') else tomllib.loads(text)
     except OSError as error:
         raise UsageError(f'--config {path}: {error.strerror}') from None
-    except ValueError as error:    # of either parser, or of bytes that are no text
+    except (ValueError, RecursionError) as error:    # of either parser, or of bytes that are no text
         kind, hint = 'JSON', ''
         if not path.endswith('.json'): kind, hint = 'TOML', '; a text needs quotes, as in data = "own.txt"'
         raise UsageError(f'--config {path} is not a {kind} file: {error}{hint}') from None

@@ -138,7 +138,8 @@ def read_plan(
 ) -> dict[str, object]:  # the facts; empty where there are none yet
     "Read plan.json."
     path = folder/'plan.json'
-    return json.loads(path.read_text(encoding='utf-8')) if path.exists() else {}
+    try: return json.loads(path.read_text(encoding='utf-8')) if path.exists() else {}
+    except ValueError as error: raise LabelError(f'{path}: damaged ({error}); remove {folder} to begin anew') from None
 
 
 def plan_of(

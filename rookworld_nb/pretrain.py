@@ -518,6 +518,8 @@ def _load_checkpoint(path: Path, config: PretrainConfig) -> dict:
     try: state = torch.load(path, weights_only=True)
     except Exception as error:    # of the archive or of what is in it, several families
         raise PretrainError(f'{path}: damaged ({error}); without it the same command begins anew') from error
+    if not isinstance(state, dict) or not {'config', 'made_of', 'step'} <= state.keys():
+        raise PretrainError(f'{path}: not a checkpoint of pre-training; give another --output-dir')
     free = ('steps', 'env_share', 'verdict_share',    # may change when a run is resumed: more steps, another mix
             'output_dir', 'workers', 'threads', 'save_every', 'stockfish_path', 'exclude')    # exclude: by content
     before = state['config']

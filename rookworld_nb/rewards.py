@@ -45,7 +45,7 @@ class RewardConfigError(ValueError):
 
 
 RANGES = {'penalty': (-1., 0.), 'legal_credit': (0., 1.), 'best_floor': (0., 1.), 'unlisted_share': (0., 1.),
-          'normalize_momentum': (0., 1.)}  # both ends included
+          'normalize_momentum': (0., 1.), 'illegal_cost': (0., 100.), 'repeat_cost': (0., 100.)}  # both ends included
 POSITIVE = ('policy_format_weight', 'env_format_weight', 'eval_tolerance', 'best_loss_scale', 'reward_tolerance',
             'normalize_floor')
 
@@ -410,7 +410,7 @@ def stored_truth(
     answer = read_policy(target)    # not of another position, and nothing in it that cannot be read
     if not answer.has_form():
         raise BadTargetError(f'target {target!r} must be M: 1 to {MAX_MOVES} moves E: as many evaluations B: a move '
-                             f'({fault_of(f"{prompt} {target}")})')
+                             f'({fault_of(f"{prompt} {target.lstrip()}")})')
     fen = read_prompt(prompt).fen
     if wrong := [m for i, m in enumerate(answer.moves) if m not in legal_moves(fen) or m in answer.moves[:i]]:
         raise BadTargetError(f'target {target!r}: {wrong[0]} is illegal in {fen} or listed twice')

@@ -20,6 +20,7 @@ import shlex
 import shutil
 import signal
 import time
+import zlib
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import asdict, fields, replace
@@ -584,7 +585,10 @@ def examined(
 ) -> pd.DataFrame:             # of `examine`
     "Examine, and keep the table in evaluation/; a run that goes on reads the one made before its first update."
     path, table = evaluation_path(run, when), None
-    if run.ranks.first and when == 'before' and path.exists(): table = read_completions(path)
+    if run.ranks.first and when == 'before' and path.exists():
+        try: table = read_completions(path)
+        except (OSError, EOFError, ValueError, zlib.error) as error:    # of gzip or pandas
+            logger.warning('%s: damaged (%s), so the start is evaluated again', path, error)
     if (found := run.ranks.gather(table)[0]) is not None: return found
     table = examine(run, model)
     if run.ranks.first:

@@ -285,9 +285,10 @@ def read_prompt(
 
 # %% ../nbs/02_tasks.ipynb #043b69f3
 def fault_of(
-    line: str,  # a P: or A: line that is not complete, without a line end
+    line: str,  # a P: or A: line that is not complete; what follows a line end is not looked at
 ) -> str:       # its first part that is missing or unreadable, for a message
     "Say what is wrong with a line."
+    line = _first_line(line)
     board, flag = lambda text: is_fen(text, strict=True), lambda text: text in ('0', '1')
     if task_of(line) == 'A':
         parts = {'fen': board, 'uci': bool, 'history': lambda text: True, 'new_fen': board,

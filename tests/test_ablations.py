@@ -90,7 +90,7 @@ def test_a_killed_worker_is_named(tiny, tmp_path):
                                           'with fewer --workers if that happens again'), said
 
 
-@pytest.mark.parametrize('text', ['', 'ticket,outcome\n0,success\n'])
+@pytest.mark.parametrize('text', ['', 'ticket,outcome\n0,success\n', 'cell,seed\n"'])
 def test_a_table_of_something_else_is_refused(text, tmp_path):
     (tmp_path/'results.csv').write_text(text)
     with pytest.raises(AblationError, match='results.csv: no results of such a study'): read_results(tmp_path)

@@ -57,7 +57,7 @@ def test_the_configuration_of_a_run_is_a_file_of_settings(tmp_path):
     path = tmp_path/'config.json'
     path.write_text(json.dumps(own))
     assert read('--config', str(path)) == own and read('--config', str(path), '--steps', '9') == own | {'steps': 9}
-    for text, words in (('{"steps": 7', 'is not a JSON file'), ('[7]', 'holds no settings by name'), ('{"stepz": 7}', 'did you mean steps')):
+    for text, words in (('{"steps": 7', 'is not a JSON file'), ('['*100_000, 'is not a JSON file'), ('[7]', 'holds no settings by name'), ('{"stepz": 7}', 'did you mean steps')):
         path.write_text(text)
         with pytest.raises(UsageError, match=words): read('--config', str(path))
 

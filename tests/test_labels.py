@@ -20,7 +20,7 @@ import pytest
 from rookworld_nb import cli, labels
 from rookworld_nb.labels import (
     Labelling, LabelError, countdown, cut_inputs, label_files, label_shard, label_worker, labelled_in, merge_shards, policy_line,
-    shard_of, shard_totals)
+    read_plan, shard_of, shard_totals)
 from rookworld_nb.positions import DataError, data_files, lazy_lines, locked, read_lines, shipped
 from rookworld_nb.rules import LABEL_NODES, PATIENCE, Candidate, EngineError, legal_moves
 from rookworld_nb.tasks import parse_policy
@@ -69,6 +69,11 @@ def quick(monkeypatch):
         label_worker(job, 0, 1)
         return merge_shards(job)
     return in_this_process
+
+
+def test_a_damaged_plan_names_itself(tmp_path):
+    (tmp_path/'plan.json').write_text('{"shards"')
+    with pytest.raises(LabelError, match='plan.json: damaged .*remove .* to begin anew'): read_plan(tmp_path)
 
 
 def fen_of(line): return line[3:].partition('M:')[0].strip()

@@ -412,6 +412,9 @@ def test_a_damaged_checkpoint_names_itself(tmp_path):
     path = tmp_path/'checkpoint.pt'
     path.write_bytes(path.read_bytes()[:1000])
     with pytest.raises(PretrainError, match='checkpoint.pt: damaged .*begins anew'): next(small_run(tmp_path))
+    for other in ({}, [], torch.zeros(2)):
+        torch.save(other, path)
+        with pytest.raises(PretrainError, match='checkpoint.pt: not a checkpoint of pre-training'): next(small_run(tmp_path))
 
 
 def test_damaged_rows_are_made_again(tmp_path, caplog):

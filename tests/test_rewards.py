@@ -84,7 +84,7 @@ def test_each_field_moves_a_reward(name):
 
 @pytest.mark.parametrize('name, value', [
     ('reward_shaping', 'stepwise'), ('fen_scaling', 'cubic'), ('best_weight', -1.), ('penalty', -2.), ('penalty', .1),
-    ('policy_format_weight', 0.), ('eval_tolerance', 0.), ('best_floor', 1.5), ('evals_weight', math.nan),
+    ('policy_format_weight', 0.), ('illegal_cost', 1e308), ('repeat_cost', 101.), ('eval_tolerance', 0.), ('best_floor', 1.5), ('evals_weight', math.nan),
     ('reward_warmup_steps', -1), ('normalize_floor', math.inf), ('penalty', None), ('best_weight', 'much'), ('normalize_rewards', 'no')])
 def test_bad_settings_are_named(name, value):
     with pytest.raises(RewardConfigError, match=name):
@@ -661,6 +661,7 @@ def test_a_target_is_refused_with_the_part_that_is_wrong():
     with pytest.raises(BadTargetError, match=r"B: a move \(move 1 'f1b9' is no UCI move such as e2e4\)"): stored_truth(P, TARGET.replace('f1b5', 'f1b9', 1))
     with pytest.raises(BadTargetError, match=r"\('foo' stands between the FEN and M:\)"): stored_truth(P, f' foo{TARGET}')
     with pytest.raises(BadTargetError, match=r'\(no B: after the evaluations\)'): stored_truth(P, TARGET.rpartition(' B:')[0])
+    with pytest.raises(BadTargetError, match=r'\(no B: after the evaluations\)'): stored_truth(P, '\n' + TARGET.replace(' B:', '\nB:'))    # of another line
 
 
 def test_a_single_answer_goes_in_as_lists():

@@ -1,5 +1,6 @@
 "The main job from configuration to run folder, on the embedded model, very short."
 import functools
+import gzip
 import hashlib
 import itertools
 import json
@@ -164,6 +165,18 @@ def test_a_run_that_is_broken_off_while_it_is_examined_is_found_again(tmp_path, 
     monkeypatch.setattr('rookworld_nb.run.examine', broken)
     with pytest.raises(KeyboardInterrupt): train(replace(TINY, eval_policy=2, steps=2, output_dir='runs/newer'))
     assert resumed_config().output_dir == str(Path('runs/newer')) and len(list(Run(resumed_config()).steps())) == 2
+
+
+def test_a_damaged_evaluation_of_the_start_is_made_again(tmp_path, caplog):
+    folder = tmp_path/'run'
+    train(replace(TINY, steps=1, eval_policy=2, eval_env=1, eval_samples=1, output_dir=str(folder)))
+    path = folder/'evaluation'/'before.csv.gz'
+    whole = path.read_bytes()
+    for steps, damaged in enumerate((whole[:100], b'hello', b'', gzip.compress(b'')), 2):
+        path.write_bytes(damaged)
+        train(resumed_config(output_dir=str(folder), steps=steps))
+        assert path.read_bytes() == whole
+    assert caplog.text.count('before.csv.gz: damaged') == 4
 
 
 def test_a_run_keeps_its_folder_from_the_examination_before_to_the_one_after(tmp_path, monkeypatch):
