@@ -24,7 +24,6 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
-from functools import partial
 from importlib.resources import files as files_of
 from pathlib import Path
 from types import SimpleNamespace
@@ -427,14 +426,12 @@ def measure(
     if not samples:
         return None
     import pandas as pd
-    from tqdm import tqdm
     from rookworld_nb.config import TrainConfig
-    from rookworld_nb.evaluate import evaluate
+    from rookworld_nb.evaluate import batch_bar, evaluate
     from rookworld_nb.positions import with_history
     from rookworld_nb.rewards import RewardScorer
     scorer, shown = RewardScorer(TrainConfig().rewards), with_history(samples, plies)
-    progress = partial(tqdm, unit='batch', leave=False, dynamic_ncols=True, disable=None)    # on a terminal
-    return pd.concat(evaluate(*loaded, shown, each, scorer=scorer, samples_per_prompt=count, progress=progress,
+    return pd.concat(evaluate(*loaded, shown, each, scorer=scorer, samples_per_prompt=count, progress=batch_bar,
                               **options) for each, count in passes.items())
 
 # %% ../nbs/35_cli.ipynb #3c221759
@@ -787,10 +784,9 @@ def run_command(
         if not equals or setting not in flags or not is_input_error(error): raise
         raise UsageError(f'{flags[setting].word} {rest}') from error    # a part knows settings, not flags
     except (RuntimeError, MemoryError) as error:
-        from rookworld_nb.hardware import is_out_of_memory
+        from rookworld_nb.hardware import is_out_of_memory, memory_ran_out
         if 'batch_size' not in own or not is_out_of_memory(error): raise
-        why = ' '.join(str(error).split())[:160]
-        raise UsageError(f'memory ran out ({why}): a smaller --batch-size takes less') from error
+        raise UsageError(f'{memory_ran_out(error)}: a smaller --batch-size takes less') from error
 
 # %% ../nbs/35_cli.ipynb #629bfe06
 def overview() -> str:  # several lines

@@ -6,9 +6,9 @@
 __all__ = ['REWARD', 'MULTIPV', 'POLICY_METRICS', 'ENV_METRICS', 'TASK_METRICS', 'EVAL_CLIP', 'ROUNDING', 'CLASSES', 'KEYS',
            'HELDOUT_COLUMNS', 'Z95', 'SHARE', 'BOUNDS', 'FEW', 'RECALL_COLUMNS', 'TaskMetric', 'clip_pawns',
            'best_move_metrics', 'policy_metrics', 'move_class', 'env_metrics', 'EvaluationError', 'check_asked',
-           'metrics_table', 'completions', 'evaluate', 'chance_line', 'bootstrap_interval', 'wilson_interval',
-           'student_t', 'mean_interval', 'by_prompt', 'summarise', 'select_rows', 'recall_table', 'Difference',
-           'paired_difference', 'compare']
+           'metrics_table', 'batch_bar', 'completions', 'evaluate', 'chance_line', 'bootstrap_interval',
+           'wilson_interval', 'student_t', 'mean_interval', 'by_prompt', 'summarise', 'select_rows', 'recall_table',
+           'Difference', 'paired_difference', 'compare']
 
 # %% ../nbs/22_evaluate.ipynb #fd3de141
 import math
@@ -21,6 +21,7 @@ import pandas as pd
 import torch
 from rapidfuzz.distance import Levenshtein
 from tokenizers import Tokenizer
+from tqdm import tqdm
 
 from .model import GPT
 from .positions import OUTCOMES, Sample, outcome
@@ -211,6 +212,13 @@ def metrics_table(
     return pd.DataFrame(rows, columns=HELDOUT_COLUMNS)
 
 # %% ../nbs/22_evaluate.ipynb #94ebac27
+def batch_bar(
+    batches: Sequence,  # to come
+) -> Iterable:          # the same
+    """Show on a terminal how many are done."""
+    return tqdm(batches, unit='batch', leave=False, dynamic_ncols=True, disable=None)
+
+
 def completions(
     model: GPT,                  # the policy
     tokenizer: Tokenizer,        # its own
@@ -221,7 +229,7 @@ def completions(
     generator: torch.Generator,  # of the noise
     batch_size: int,             # completions sampled together, whole groups
     ranks: Ranks = ALONE,        # processes that take the batches in turn, with the same noise as one of them
-    progress: Callable[[Sequence], Iterable] = iter,  # shows how many batches are done, as `tqdm` does
+    progress: Callable[[Sequence], Iterable] = iter,  # shows how many batches are done, as `batch_bar` does
 ) -> list[str]:                  # samples_per_prompt texts for each prompt, in order
     """Complete prompts batch by batch."""
     own, size = [], max(1, batch_size//max(1, samples_per_prompt))
@@ -243,7 +251,7 @@ def evaluate(
     max_new_tokens: int = ANSWER_TOKENS,  # longest completion
     batch_size: int = 256,                # completions sampled together, whole groups
     ranks: Ranks = ALONE,                 # processes that share the sampling; each gets the whole table
-    progress: Callable[[Sequence], Iterable] = iter,  # shows how many batches of a task are done, as `tqdm` does
+    progress: Callable[[Sequence], Iterable] = iter,  # shows how many batches of a task are done, as `batch_bar` does
 ) -> pd.DataFrame:                        # as metrics_table, in the order of the samples
     """Sample completions of held-out prompts and measure them; the same seed and batch_size give the same table."""
     if not samples:

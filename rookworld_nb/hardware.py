@@ -8,8 +8,8 @@ __all__ = ['PRECISIONS', 'COMPILE_MODES', 'logger', 'CGROUPS', 'SIZES', 'OUT_OF_
            'set_allocator', 'prepare_model', 'check_compiler', 'container_groups', 'container_cpus', 'machine_name',
            'use_hardware', 'KeptForBackward', 'Kept', 'tensor_bytes', 'kv_cache_bytes', 'adam_bytes', 'proc_bytes',
            'container_room', 'trim_memory', 'reset_peak', 'peak_memory', 'total_memory', 'memory_metric',
-           'MemoryProfile', 'profile_of', 'is_out_of_memory', 'completes', 'memory_limit', 'unchanged', 'BatchSearch',
-           'search_batch', 'profile_lines']
+           'MemoryProfile', 'profile_of', 'is_out_of_memory', 'memory_ran_out', 'completes', 'memory_limit',
+           'unchanged', 'BatchSearch', 'search_batch', 'profile_lines']
 
 # %% ../nbs/11_hardware.ipynb #93a7b872
 import ctypes
@@ -421,6 +421,14 @@ def is_out_of_memory(
 ) -> bool:
     "Whether memory ran out; on a CPU PyTorch raises a plain RuntimeError that says so."
     return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or bool(OUT_OF_MEMORY.search(str(error)))
+
+
+def memory_ran_out(
+    error: BaseException,  # of which `is_out_of_memory`
+) -> str:                  # the beginning of a message
+    "What happened, with the first line of the error."
+    why = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return f'memory ran out ({why[:160]})'
 
 
 def completes(

@@ -40,7 +40,7 @@ from .config import FREE, MOVABLE, OPEN, RunError, TrainConfig, repeated_setting
 from .evaluate import chance_line, compare, recall_table, select_rows
 from .flags import as_text
 from .hardware import (
-    HardwareError, is_out_of_memory, profile_of, total_memory, trim_memory)
+    HardwareError, is_out_of_memory, memory_ran_out, profile_of, total_memory, trim_memory)
 from .kl import SettingError, check_number
 from .model import GPT
 from .positions import locked
@@ -564,8 +564,7 @@ def room_in_words(
         if not is_out_of_memory(error):
             if isinstance(error, CheckpointError): raise CheckpointError(f'{error}{resume}') from error
             raise
-        why = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise RunError(f'memory ran out ({why[:160]}): a smaller '
+        raise RunError(f'{memory_ran_out(error)}: a smaller '
                        '--micro-batch-size takes less, so do --gradient-checkpointing and a smaller --batch-positions; '
                        f'rookworld batch-size measures what fits{resume}') from error
 

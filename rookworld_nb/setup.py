@@ -7,7 +7,7 @@ __all__ = ['logger', 'OFTEN', 'SIGHT', 'warn_of_labels', 'apart_from_evaluation'
            'heldout_samples', 'run_folder', 'both_devices', 'warn_weightless', 'paid_by', 'refusal', 'try_reward',
            'shortened', 'open_engine', 'announced', 'prompts_of', 'answers_of', 'collector_of', 'Setup',
            'updates_per_batch', 'prompts_to_draw', 'planned_work', 'trial_run', 'memory_components', 'profile_batches',
-           'choose_batch', 'answered_at_once', 'examine', 'glance']
+           'choose_batch', 'ask', 'examine', 'glance']
 
 # %% ../nbs/30_setup.ipynb #a453277b
 import copy
@@ -24,14 +24,13 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from tqdm import tqdm
 
 from .answers import RightAnswers, askable
 from .buffer import Collector, RolloutBuffer, check_room
 from .checkpoint import checkpoints_of
 from .config import RunError, TrainConfig, typed, warned_flags, whole_answers
 from .credit import PartCredit
-from .evaluate import evaluate
+from .evaluate import batch_bar, evaluate
 from .hardware import (
     SIZES, KeptForBackward, adam_bytes, kv_cache_bytes, prepare_model, reset_peak, search_batch, set_allocator,
     tensor_bytes, unchanged, use_hardware)
@@ -440,11 +439,20 @@ def choose_batch(
 SIGHT = {'P': ('legal_fraction', 'best_move_accuracy'), 'A': ('state_exact',)}    # beside the reward
 
 
-def answered_at_once(
-    config: TrainConfig,  # of a run
-) -> int:                 # held-out completions sampled together, 64 to 256
-    "As many as a batch of the run has: what fits while it learns fits while it is evaluated."
-    return min(256, max(64, config.batch_positions*config.group_size))
+def ask(
+    run: Setup,            # whose held-out positions are asked
+    model: GPT,            # which answers
+    temperature: float,    # of sampling; 0 is greedy
+    count: int,            # completions of each prompt
+    scorer: RewardScorer,  # pays for them
+    progress: Callable[[Sequence], Iterable] = iter,  # shows how many batches are done
+) -> pd.DataFrame:         # one row a completion, as `evaluate.evaluate`
+    "Answer as many prompts at once as a batch has, 64 to 256: what fits while a run learns fits while it is evaluated."
+    at_once = min(256, max(64, run.config.batch_positions*run.config.group_size))
+    table = evaluate(model, run.tokenizer, run.heldout, temperature, run.config.seed, scorer, count,
+                     run.config.max_new_tokens, at_once, run.ranks, progress)
+    if model.decoder: model.decoder.forget()    # its places are for other shapes than those of the training
+    return table
 
 
 def examine(
@@ -453,13 +461,9 @@ def examine(
     scorer: RewardScorer | None = None,  # None: the run's own
 ) -> pd.DataFrame:  # one row a completion, as `evaluate.evaluate`
     "Held-out completions at the training temperature and greedy, with the same noise at every call."
-    progress = partial(tqdm, unit='batch', leave=False, dynamic_ncols=True, disable=None if run.ranks.first else True)
-    sampled, model = {run.config.temperature: run.config.eval_samples, 0.: 1}, model or run.model
-    tables = [evaluate(model, run.tokenizer, run.heldout, temperature, run.config.seed,
-                       scorer or run.scorer, count, run.config.max_new_tokens, answered_at_once(run.config),
-                       run.ranks, progress)
+    sampled, progress = {run.config.temperature: run.config.eval_samples, 0.: 1}, batch_bar if run.ranks.first else iter
+    tables = [ask(run, model or run.model, temperature, count, scorer or run.scorer, progress)
               for temperature, count in sampled.items()]
-    if model.decoder: model.decoder.forget()    # its places are for other shapes than those of the training
     return pd.concat(tables, ignore_index=True)
 
 
@@ -467,8 +471,6 @@ def glance(
     run: Setup,  # between two steps; nothing that the training draws is touched
 ) -> dict[str, float]:  # eval/<task>_<metric>: mean over the held-out positions
     "Greedy answers of the policy as it is, for the metrics of a step."
-    table = evaluate(run.model, run.tokenizer, run.heldout, 0., run.config.seed, run.scorer, 1,
-                     run.config.max_new_tokens, answered_at_once(run.config), run.ranks)
-    if run.model.decoder: run.model.decoder.forget()    # as after `examine`
+    table = ask(run, run.model, 0., 1, run.scorer)
     return {f'eval/{task}_{name}': rows[name].mean() for task, rows in table.groupby('task')
             for name in ('reward', *SIGHT[task])}
